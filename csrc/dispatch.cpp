@@ -1,0 +1,292 @@
+// Picks the instruction set, cuts the work into parts and runs them on the threads of the process's
+// OpenMP runtime.
+#include "dispatch.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <new>
+#include <string>
+#include <type_traits>
+
+extern "C" {
+#ifdef HAVE_ISA_v4
+extern const Table table_v4;
+#endif
+#ifdef HAVE_ISA_v3
+extern const Table table_v3;
+#endif
+extern const Table table_generic;
+}
+
+namespace axisnorm {
+namespace {
+
+// ---- instruction sets, best first
+
+struct Isa {
+  const Table *table;
+  bool (*supported)();
+};
+
+const Isa isas[] = {
+#ifdef HAVE_ISA_v4
+    {&table_v4, [] { return __builtin_cpu_supports("x86-64-v4") != 0; }},
+#endif
+#ifdef HAVE_ISA_v3
+    {&table_v3, [] { return __builtin_cpu_supports("x86-64-v3") != 0; }},
+#endif
+    {&table_generic, [] { return true; }},
+};
+constexpr int ISAS = sizeof isas / sizeof *isas;
+
+struct Selection {
+  const char *names[ISAS + 1] = {};
+  const Table *tables[ISAS] = {};
+  std::atomic<const Table *> current;
+  std::string error;
+
+  Selection() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_cpu_init();
+#endif
+    int count = 0;
+    for (const Isa &isa : isas)
+      if (isa.supported()) {
+        tables[count] = isa.table;
+        names[count++] = isa.table->name;
+      }
+    current = tables[0];
+    const char *wanted = getenv("AXISNORM_ISA");
+    if (wanted && *wanted && !set(wanted)) {
+      error = std::string("AXISNORM_ISA=") + wanted + " is not supported here; supported:";
+      for (int i = 0; i < count; i++) error += std::string(" ") + names[i];
+    }
+  }
+  bool set(const char *name) {
+    for (int i = 0; names[i]; i++)
+      if (!strcmp(names[i], name)) {
+        current = tables[i];
+        return true;
+      }
+    return false;
+  }
+};
+
+Selection &selection() {
+  static Selection s;
+  return s;
+}
+
+// ---- OpenMP, found at run time
+//
+// There must be one runtime in the process: two of them, each with threads that spin after a parallel
+// region, slow each other down several hundredfold. torch brings its own libgomp.so.1, and whichever
+// is loaded first serves both, because the loader identifies it by that name. So nothing is linked.
+
+std::atomic<bool> forked{false};     // this is a forked child in which libgomp's threads are missing
+std::atomic<bool> threads_at_fork{false};
+
+struct OpenMP {
+  void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
+  void (*barrier)() = nullptr;
+  int (*thread_num)() = nullptr;
+  int (*num_threads)() = nullptr;
+  int (*max_threads)() = nullptr;
+  int (*in_parallel)() = nullptr;
+  std::string source = "none";
+
+  OpenMP() {
+    if (take(RTLD_DEFAULT, "already in the global scope")) return;
+    if (take(dlopen("libgomp.so.1", RTLD_NOW | RTLD_NOLOAD), "already loaded libgomp.so.1")) return;
+    take(dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL), "loaded libgomp.so.1");
+  }
+
+  // All functions from one place, or none.
+  bool take(void *library, const char *name) {
+    if (library != RTLD_DEFAULT && !library) return false;
+    const auto find = [&](auto &function, const char *symbol) {
+      typedef std::remove_reference_t<decltype(function)> Function;
+      function = reinterpret_cast<Function>(dlsym(library, symbol));
+      return function != nullptr;
+    };
+    if (find(parallel, "GOMP_parallel") && find(barrier, "GOMP_barrier") &&
+        find(thread_num, "omp_get_thread_num") && find(num_threads, "omp_get_num_threads") &&
+        find(max_threads, "omp_get_max_threads") && find(in_parallel, "omp_in_parallel")) {
+      // libgomp hangs in a forked child that inherits a thread pool without its threads. Whoever made
+      // the pool (torch, too), its threads exist at the time of the fork.
+      pthread_atfork(
+          [] {
+            struct stat s;  // a folder with one subfolder has three links
+            threads_at_fork = stat("/proc/self/task", &s) != 0 || s.st_nlink != 3;
+          },
+          nullptr, [] { if (threads_at_fork) forked = true; });
+      Dl_info info;
+      source = name;
+      if (dladdr(reinterpret_cast<void *>(parallel), &info) && info.dli_fname)
+        source += std::string(": ") + info.dli_fname;
+      return true;
+    }
+    parallel = nullptr;
+    return false;
+  }
+};
+
+OpenMP &openmp() {
+  static OpenMP o;
+  return o;
+}
+
+// Waking the threads costs as much as computing about this many elements.
+constexpr int64_t SERIAL = 20000;
+
+int threads_for(int64_t parts, int64_t elements) {
+  if (elements < SERIAL || parts < 2) return 1;
+  int64_t threads = max_threads();
+  if (threads > parts) threads = parts;
+  if (threads > elements / (SERIAL / 2)) threads = elements / (SERIAL / 2);
+  return (int)threads;
+}
+
+// body(part, parts), on this thread or on several.
+template <class Body> void parallel(int threads, const Body &body) {
+  if (threads < 2) return body(0, 1);
+  openmp().parallel(
+      [](void *p) {
+        const OpenMP &o = openmp();
+        (*static_cast<const Body *>(p))(o.thread_num(), o.num_threads());
+      },
+      const_cast<Body *>(&body), (unsigned)threads, 0);
+}
+
+// Memory for one call: on the stack where it is little, since allocating it would take as long as a
+// short row, else a block that the thread keeps: given back to the system and taken again, its pages
+// would be faulted in by every call (250 us of a backward of 1024 x 768 that takes 280).
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : data_(bytes ? small_ : nullptr) {
+    if (bytes <= (int64_t)sizeof small_) return;
+    Block &kept = kept_block();
+    if (!kept.used && bytes <= KEPT) {
+      kept.reserve(bytes);
+      kept.used = true;
+      data_ = kept.data;
+    } else {
+      data_ = allocate(bytes);
+    }
+  }
+  ~Scratch() {
+    Block &kept = kept_block();
+    if (data_ && data_ == kept.data) kept.used = false;
+    else if (data_ != small_) free(data_);
+  }
+  Scratch(const Scratch &) = delete;
+  void *data() { return data_; }
+
+ private:
+  static constexpr int64_t KEPT = 4 << 20;
+
+  static void *allocate(int64_t bytes) {
+    void *data;
+    if (posix_memalign(&data, 64, (size_t)bytes)) throw std::bad_alloc();
+    return data;
+  }
+
+  struct Block {
+    void *data = nullptr;
+    int64_t size = 0;
+    bool used = false;
+    void reserve(int64_t bytes) {
+      if (bytes <= size) return;
+      free(data);
+      data = nullptr;
+      size = 0;
+      data = allocate(bytes);
+      size = bytes;
+    }
+    ~Block() { free(data); }
+  };
+  static Block &kept_block() {
+    static thread_local Block kept;
+    return kept;
+  }
+
+  alignas(64) unsigned char small_[12288];
+  void *data_;
+};
+
+// ---- the chunks of backward
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Long enough that zeroing and merging the sums costs little beside the rows, short enough for many
+// threads and for float sums: at most 256 rows, unless the sums would need more than 4 MB.
+Chunks chunks_of(const Job &job, int64_t element) {
+  Chunks c = {};
+  c.pitch = ceil_div(job.n, 16) * 16;
+  const int64_t enough_work = ceil_div(24000, job.n);
+  int64_t rows = ceil_div(job.rows, 64);
+  if (rows < enough_work) rows = enough_work;
+  if (rows > 256) rows = 256;
+  int64_t most = (4 << 20) / (2 * c.pitch * element);
+  if (most < 8) most = 8;
+  if (rows < ceil_div(job.rows, most)) rows = ceil_div(job.rows, most);
+  c.rows = ceil_div(rows, 4) * 4;
+  c.count = ceil_div(job.rows, c.rows);
+  return c;
+}
+
+}  // namespace
+
+void forward(const Job &job) {
+  if (job.rows <= 0 || job.n <= 0) return;
+  const Table &table = *selection().current.load(std::memory_order_relaxed);
+  Scratch scratch(table.scratch(&job));
+  Affine affine;
+  table.prepare(&job, scratch.data(), &affine);
+  parallel(threads_for(job.rows, job.rows * job.n), [&](int64_t part, int64_t parts) {
+    table.forward(&job, &affine, job.rows * part / parts, job.rows * (part + 1) / parts);
+  });
+}
+
+void backward(const Job &job) {
+  if (job.n <= 0) return;
+  const Table &table = *selection().current.load(std::memory_order_relaxed);
+  const int64_t element = job.dtype == F64 ? 8 : 4;
+  Scratch scratch(table.scratch(&job));
+  Chunks chunks = chunks_of(job, element);
+  const bool params = job.dweight || job.dbias;
+  Scratch sums(params ? chunks.count * 2 * chunks.pitch * element : 0);
+  chunks.sums = sums.data();
+  Affine affine;
+  table.prepare(&job, scratch.data(), &affine);
+  parallel(threads_for(chunks.count, job.rows * job.n), [&](int64_t part, int64_t parts) {
+    table.backward(&job, &affine, &chunks, chunks.count * part / parts,
+                   chunks.count * (part + 1) / parts);
+    if (!params) return;
+    if (parts > 1) openmp().barrier();
+    const int64_t tiles = ceil_div(job.n, 64);
+    const int64_t end = tiles * (part + 1) / parts * 64;
+    table.merge(&job, &chunks, tiles * part / parts * 64, end < job.n ? end : job.n);
+  });
+}
+
+const char *isa() { return selection().current.load()->name; }
+const char *isa_error() { return selection().error.empty() ? nullptr : selection().error.c_str(); }
+bool set_isa(const char *name) { return selection().set(name); }
+const char *const *supported_isas() { return selection().names; }
+
+int max_threads() {
+  const OpenMP &o = openmp();
+  if (!o.parallel || forked || o.in_parallel()) return 1;
+  const int threads = o.max_threads();
+  return threads < 1 ? 1 : threads;
+}
+const char *openmp_source() { return openmp().source.c_str(); }
+
+}  // namespace axisnorm

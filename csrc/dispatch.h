@@ -1,0 +1,22 @@
+// The C++ interface of the kernels: which instruction set, how many threads.
+#pragma once
+#include "norm.h"
+
+namespace axisnorm {
+
+// Both may throw std::bad_alloc, before anything is written.
+void forward(const Job &job);
+void backward(const Job &job);
+
+// The instruction set in use. AXISNORM_ISA names another one at first use; where that is unknown or
+// this processor lacks it, isa_error() says so (else null) and the best one is used.
+const char *isa();
+const char *isa_error();
+bool set_isa(const char *name);    // false: not among supported_isas()
+const char *const *supported_isas();  // best first, ended by null
+
+// The threads that the next large call may use; 1 without OpenMP and in a forked child.
+int max_threads();
+const char *openmp_source();  // where the OpenMP runtime was found
+
+}  // namespace axisnorm

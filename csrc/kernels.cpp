@@ -1,0 +1,698 @@
+// The mathematics: forward and backward of one normalization, compiled once per instruction set.
+//
+// Everything is in an anonymous namespace and only C headers are included: an inline function with
+// external linkage would exist once per instruction set under one name, and the linker would keep
+// any of them, also the one that this processor cannot run. Exported is table_<ISA> alone.
+//
+// A row's result depends on that row only: however many rows a loop takes at once and whoever calls
+// it, each row goes through the same operations in the same order.
+#include <stddef.h>
+
+#include "norm.h"
+#include "vec.h"
+
+namespace {
+
+template <class T> using Scalar = typename Compute<T>::scalar;
+template <class T> using Vector = typename Compute<T>::vector;
+
+template <class A, class B> constexpr bool same = false;
+template <class A> constexpr bool same<A, A> = true;
+
+// A variance below this may have lost digits to underflow of the squares, and a mean below it, of
+// which hi and lo keep twice the digits of the type, to denormals.
+template <class C> constexpr double tiny = 0x1p-100;
+template <> constexpr double tiny<double> = 0x1p-900;
+
+template <class C> constexpr C least_normal = (C)0x1p-126;
+template <> constexpr double least_normal<double> = 0x1p-1022;
+
+// Sums run for 16 steps in the compute type before they are merged in something better: the rounding
+// errors of a long row stay those of a short one.
+constexpr int BLOCK = 16;
+
+inline bool finite(double v) { return v - v == 0; }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// 0 for 0: a row that is constant gives its bias, whatever eps.
+inline double reciprocal_root(double v) { return v == 0 ? 0 : 1 / __builtin_sqrt(v); }
+
+// ---- statistics of one row
+
+template <class T, int R> struct Moments {
+  Scalar<T> hi[R], lo[R], rstd[R];
+  double var[R];
+  bool redo;  // out of the range of the compute type: not valid, to be computed by Exact
+};
+
+// A value near the mean, exactly the common value if all elements are equal.
+template <class T> INLINE Scalar<T> guess_mean(const T *x, int64_t n) {
+  constexpr int W = lanes<T>;
+  const int64_t m = smaller(n, 64);
+  const Scalar<T> x0 = (m < W ? load(x, m) : load(x))[0];
+  Vector<T> s = {};
+  int64_t i = 0;
+  for (; i + W <= m; i += W) s += load(x + i) - x0;
+  if (i < m) s += keep(load(x + i, m - i) - x0, m - i);
+  return x0 + (Scalar<T>)(m == 64 ? sum(s) * (1.0 / 64) : sum(s) / (double)m);
+}
+
+struct Sums { double s, q; };  // of x - k and of its square
+
+template <class T, bool Center> INLINE Sums sums(const T *x, int64_t n, Scalar<T> k) {
+  constexpr int W = lanes<T>;
+  typedef Vector<T> V;
+  if (n < W) {  // saves a fifth of the time of such a row
+    const V d = Center ? keep(load(x, n) - k, n) : load(x, n);
+    return {Center ? sum(d) : 0, sum(d * d)};
+  }
+  Total<V> total_s, total_q;
+  int64_t i = 0;
+  do {
+    const int64_t end = smaller(n, i + BLOCK * 4 * W);
+    // Four sums each hide the latency of the additions.
+    V s[4] = {}, q[4] = {};
+    for (; i + 4 * W <= end; i += 4 * W) {
+      V v[4];
+      load_two(x + i, v);
+      load_two(x + i + 2 * W, v + 2);
+      for (int j = 0; j < 4; j++) {
+        const V d = Center ? v[j] - k : v[j];
+        if (Center) s[j] += d;
+        q[j] = fma(d, d, q[j]);
+      }
+    }
+    for (; i + W <= end; i += W) {
+      const V d = Center ? load(x + i) - k : load(x + i);
+      if (Center) s[0] += d;
+      q[0] = fma(d, d, q[0]);
+    }
+    if (i < end) {
+      const V d = Center ? keep(load(x + i, end - i) - k, end - i) : load(x + i, end - i);
+      if (Center) s[1] += d;
+      q[1] = fma(d, d, q[1]);
+      i = end;
+    }
+    if (Center) total_s.add((s[0] + s[1]) + (s[2] + s[3]));
+    total_q.add((q[0] + q[1]) + (q[2] + q[3]));
+  } while (i < n);
+  return {Center ? total_s.value() : 0, total_q.value()};
+}
+
+// Whether hi + lo are the mean with all its digits.
+template <class C> INLINE bool mean_is_safe(double hi, double lo) {
+  return __builtin_fabs(hi + lo) >= tiny<C> || (hi == 0 && lo == 0);
+}
+
+// One pass over the row, shifted by a guess of the mean. The variance loses digits by cancellation,
+// one bit where the guess is a standard deviation off; beyond that a second pass follows, for double,
+// whose sums are no better than its result, beyond half of that. A second pass is enough: the 64
+// elements of the guess belong to the row, so it is never off by more than sqrt(n / 64) deviations.
+template <class T, bool Center, int R>
+INLINE Moments<T, R> moments(const Job &job, int64_t r) {
+  const int64_t n = job.n;
+  Moments<T, R> m;
+  Sums a[R];
+#pragma GCC unroll 1
+  for (int k = 0; k < R; k++) {
+    const T *x = (const T *)job.x + (r + k) * job.x_stride;
+    m.hi[k] = Center ? guess_mean(x, n) : 0;
+    a[k] = sums<T, Center>(x, n, m.hi[k]);
+    // (s / n)^2 <= variance (or a quarter of it), also false for a NaN
+    constexpr double factor = same<Scalar<T>, double> ? 5 : 2;
+    if (Center && __builtin_expect(!(factor * a[k].s * a[k].s <= (double)n * a[k].q), 0)) {
+      m.hi[k] += (Scalar<T>)(a[k].s / (double)n);
+      a[k] = sums<T, Center>(x, n, m.hi[k]);
+    }
+  }
+  m.redo = false;
+  // All rows at once: the latencies of the root and of the divisions overlap.
+  for (int k = 0; k < R; k++) {
+    const double lo = a[k].s / (double)n;
+    double squares = a[k].q - a[k].s * lo;
+    if (squares < 0) squares = 0;
+    m.lo[k] = (Scalar<T>)lo;
+    m.var[k] = squares / job.divisor;
+    m.rstd[k] = (Scalar<T>)reciprocal_root(m.var[k] + job.eps);
+    m.redo |= !finite(squares) || (m.rstd[k] < least_normal<Scalar<T>> && m.rstd[k] >= 0) || (m.var[k] < tiny<Scalar<T>> && job.eps < tiny<Scalar<T>>) ||
+              (Center && !(mean_is_safe<Scalar<T>>(m.hi[k], lo) && (lo != 0 || a[k].s == 0)));
+  }
+  return m;
+}
+
+// The constants of a row, broadcast.
+template <class T> struct Row {
+  Vector<T> hi, shift, rstd;
+  INLINE void set(Scalar<T> h, Scalar<T> l, Scalar<T> r) {
+    hi = broadcast(h);
+    shift = broadcast(-l * r);
+    rstd = broadcast(r);
+  }
+};
+
+// ((x - hi) - lo) * rstd. The product lo * rstd is at most 1, so rounding it once for the whole row
+// costs no more than rounding the second difference would; x - hi comes first, so that large means
+// cancel exactly.
+template <class T, bool Center> INLINE Vector<T> standardize(Vector<T> x, const Row<T> &row) {
+  return Center ? fma(x - row.hi, row.rstd, row.shift) : x * row.rstd;
+}
+
+// ---- the slow path: any finite row, in double
+
+inline double get(const double *p) { return *p; }
+inline double get(const float *p) { return *p; }
+template <class T> __attribute__((noinline)) double get(const T *p) { return load(p, 1)[0]; }
+inline void put(double *p, double v) { *p = v; }
+inline void put(float *p, double v) { *p = (float)v; }
+template <class T> __attribute__((noinline)) void put(T *p, double v) {
+  store(p, broadcast((float)v), 1);
+}
+template <class T> double round_as(double v) {
+  T t;
+  put(&t, v);
+  return get(&t);
+}
+
+inline double power_of_two(int e) {  // -1022 <= e <= 1023
+  const uint64_t bits = (uint64_t)(e + 1023) << 52;
+  double v;
+  memcpy(&v, &bits, sizeof v);
+  return v;
+}
+inline double scale(double v, int e) {  // v * 2^e for any e
+  for (; e > 1000; e -= 1000) v *= 0x1p1000;
+  for (; e < -1000; e += 1000) v *= 0x1p-1000;
+  return v * power_of_two(e);
+}
+inline int exponent(double v) {  // |v| < 2^exponent; 0 for 0, infinity and NaN
+  if (v == 0 || !finite(v)) return 0;
+  int shift = 0;
+  if (v < 0x1p-1000 && v > -0x1p-1000) v *= 0x1p1000, shift = 1000;
+  uint64_t bits;
+  memcpy(&bits, &v, sizeof v);
+  return (int)(bits >> 52 & 0x7ff) - 1022 - shift;
+}
+
+struct Compensated {
+  double s = 0, rest = 0;
+  void add(double v) {
+    const double t = s + v, z = t - s;
+    rest += (s - (t - z)) + (v - z);
+    s = t;
+  }
+  double value() const { return finite(s) ? s + rest : s; }
+};
+
+// A row scaled by 2^-e, so that its squares neither overflow nor underflow. An infinity or a NaN in
+// the row leaves it unscaled and gives what the formula gives.
+template <class T> struct Exact {
+  int e = 0;
+  double hi = 0, lo = 0;
+  double rstd;      // of the scaled row, without a factor of 2^rstd_e
+  int rstd_e = 0;   // 0, or e where eps outgrows the variance beyond all scaling
+  double var, plain;  // of the unscaled row: its variance, and rstd is plain * 2^plain_e
+  int plain_e;
+
+  Exact(const Job &job, const T *x) {
+    double largest = 0;
+    for (int64_t i = 0; i < job.n; i++) {
+      const double v = __builtin_fabs(get(x + i));
+      if (!(v <= largest)) largest = v;
+      if (!finite(v)) break;
+    }
+    e = exponent(largest);
+    Compensated q;
+    if (job.center) {
+      Compensated s, t;
+      const double k = scale(get(x), -e);
+      for (int64_t i = 0; i < job.n; i++) s.add(scale(get(x + i), -e) - k);
+      hi = k + s.value() / (double)job.n;
+      for (int64_t i = 0; i < job.n; i++) {
+        const double d = scale(get(x + i), -e) - hi;
+        t.add(d);
+        q.add(d * d);
+      }
+      lo = t.value() / (double)job.n;
+      var = (q.value() - t.value() * lo) / job.divisor;
+      if (var < 0) var = 0;
+    } else {
+      for (int64_t i = 0; i < job.n; i++) {
+        const double d = scale(get(x + i), -e);
+        q.add(d * d);
+      }
+      var = q.value() / job.divisor;
+    }
+    const double scaled_eps = scale(job.eps, -2 * e);
+    // Either eps is so large beside the variance that it stands alone, or the row is constant and so
+    // large that eps has underflowed.
+    if (scaled_eps > 0x1p900 || var + scaled_eps == 0) {
+      rstd = plain = reciprocal_root(job.eps);
+      rstd_e = e;
+      plain_e = 0;
+    } else {
+      rstd = plain = reciprocal_root(var + scaled_eps);
+      plain_e = -e;
+    }
+    var = scale(var, 2 * e);
+  }
+
+  double standardized(double x) const {
+    const double d = ((scale(x, -e) - hi) - lo) * rstd;
+    return rstd_e ? scale(d, rstd_e) : d;
+  }
+
+  void save(Moments<T, 1> &m) const {
+    typedef Scalar<T> C;
+    const double high = scale(hi, e), low = scale(lo, e);
+    m.hi[0] = (C)high;
+    m.lo[0] = (C)((high - (double)m.hi[0]) + low);
+    // Not both zero unless the mean is: then backward sees that it has to redo the row, too.
+    if (m.hi[0] == 0 && m.lo[0] == 0 && (hi != 0 || lo != 0))
+      m.lo[0] = same<C, float> ? (C)0x1p-149 : (C)0x1p-1074;
+    m.rstd[0] = (C)scale(plain, plain_e);
+    m.var[0] = var;
+  }
+};
+
+template <class T>
+__attribute__((noinline)) void forward_exact(const Job &job, const Affine &affine, int64_t r,
+                                             Moments<T, 1> &m) {
+  const T *x = (const T *)job.x + r * job.x_stride;
+  const Exact<T> exact(job, x);
+  exact.save(m);
+  if (!job.y) return;
+  T *y = (T *)job.y + r * job.y_stride;
+  const Scalar<T> *w = (const Scalar<T> *)affine.weight, *b = (const Scalar<T> *)affine.bias;
+  for (int64_t i = 0; i < job.n; i++) {
+    double v = exact.standardized(get(x + i));
+    if (job.rounded) v = round_as<T>(v);
+    put(y + i, v * (double)w[i * affine.weight_step] + (double)b[i * affine.bias_step]);
+  }
+}
+
+// ---- forward
+
+// While these rows are written, the next ones are fetched: up to a fifth faster where x is not in the
+// L2 cache. The address may lie behind the last row, which a prefetch may.
+template <class T> INLINE void prefetch(const T *p, int64_t i) {
+  if (i % (64 / (int)sizeof(T)) == 0) __builtin_prefetch(p + i);
+}
+
+// R rows share the loads of weight and bias. Not inline: its loop needs all general registers.
+template <class T, bool Center, bool Rounded, int R>
+__attribute__((noinline)) void apply(const Job &job, const Affine &affine, int64_t r,
+                                     const Scalar<T> *hi, const Scalar<T> *lo,
+                                     const Scalar<T> *rstd) {
+  constexpr int W = lanes<T>;
+  typedef Vector<T> V;
+  const Scalar<T> *w = (const Scalar<T> *)affine.weight, *b = (const Scalar<T> *)affine.bias;
+  const T *x[R];
+  T *y[R];
+  Row<T> row[R];
+  for (int k = 0; k < R; k++) {
+    x[k] = (const T *)job.x + (r + k) * job.x_stride;
+    y[k] = (T *)job.y + (r + k) * job.y_stride;
+    row[k].set(hi[k], lo[k], rstd[k]);
+  }
+  const int64_t n = job.n, w_mask = -affine.weight_step, b_mask = -affine.bias_step;
+  const int64_t ahead = R * job.x_stride;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const V weight = load(w + (i & w_mask)), bias = load(b + (i & b_mask));
+    for (int k = 0; k < R; k++) {
+      prefetch(x[k] + ahead, i);
+      V v = standardize<T, Center>(load(x[k] + i), row[k]);
+      if (Rounded) v = round_as<T>(v);
+      store(y[k] + i, fma(v, weight, bias));
+    }
+  }
+  if (i < n) {
+    const V weight = load(w + (i & w_mask), n - i), bias = load(b + (i & b_mask), n - i);
+    for (int k = 0; k < R; k++) {
+      V v = standardize<T, Center>(load(x[k] + i, n - i), row[k]);
+      if (Rounded) v = round_as<T>(v);
+      store(y[k] + i, fma(v, weight, bias), n - i);
+    }
+  }
+}
+
+template <class T, int R> INLINE void save(const Job &job, int64_t r, const Moments<T, R> &m) {
+  for (int k = 0; job.stats && k < R; k++) {
+    Scalar<T> *stats = (Scalar<T> *)job.stats + r + k;
+    stats[0] = m.hi[k];
+    stats[job.rows] = m.lo[k];
+    stats[2 * job.rows] = m.rstd[k];
+  }
+  for (int k = 0; job.var && k < R; k++) ((Scalar<T> *)job.var)[r + k] = (Scalar<T>)m.var[k];
+}
+
+template <class T, bool Center, bool Rounded>
+__attribute__((noinline)) void forward_row(const Job &job, const Affine &affine, int64_t r) {
+  Moments<T, 1> m = moments<T, Center, 1>(job, r);
+  if (m.redo) forward_exact<T>(job, affine, r, m);
+  else if (job.y) apply<T, Center, Rounded, 1>(job, affine, r, m.hi, m.lo, m.rstd);
+  save(job, r, m);
+}
+
+template <class T, bool Center, bool Rounded>
+void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) {
+  constexpr int R = 2;
+  for (; r + R <= end; r += R) {
+    const Moments<T, R> m = moments<T, Center, R>(job, r);
+    if (__builtin_expect(m.redo, 0)) {
+      for (int k = 0; k < R; k++) forward_row<T, Center, Rounded>(job, affine, r + k);
+      continue;
+    }
+    if (job.y) apply<T, Center, Rounded, R>(job, affine, r, m.hi, m.lo, m.rstd);
+    save(job, r, m);
+  }
+  if (r < end) forward_row<T, Center, Rounded>(job, affine, r);
+}
+
+// ---- backward
+
+enum Wanted { NOTHING, WEIGHT, WEIGHT_AND_BIAS };  // of the sums over rows
+
+template <class T> struct RowSums { Scalar<T> *weight, *bias; };
+
+template <class T>
+__attribute__((noinline)) void backward_exact(const Job &job, const Affine &affine,
+                                              const RowSums<T> &sums, int64_t r, bool dx_only) {
+  const int64_t n = job.n;
+  const T *x = (const T *)job.x + r * job.x_stride, *g = (const T *)job.grad + r * job.grad_stride;
+  const Scalar<T> *w = (const Scalar<T> *)affine.weight;
+  const Exact<T> exact(job, x);
+  for (int64_t i = 0; i < n && !dx_only; i++) {
+    double v = exact.standardized(get(x + i));
+    if (job.rounded) v = round_as<T>(v);
+    if (sums.weight) sums.weight[i] += (Scalar<T>)(get(g + i) * v);
+    if (sums.bias) sums.bias[i] += (Scalar<T>)get(g + i);
+  }
+  if (!job.dx) return;
+  double largest_g = 0, largest_w = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const double a = __builtin_fabs(get(g + i));
+    const double b = __builtin_fabs((double)w[i * affine.weight_step]);
+    if (!(a <= largest_g)) largest_g = a;
+    if (!(b <= largest_w)) largest_w = b;
+    if (!finite(a) || !finite(b)) break;
+  }
+  const int eg = exponent(largest_g), ew = exponent(largest_w);
+  Compensated s1, s2;
+  const double first = scale(get(g), -eg) * scale((double)w[0], -ew);  // as in backward_block
+  for (int64_t i = 0; i < n; i++) {
+    const double gw = scale(get(g + i), -eg) * scale((double)w[i * affine.weight_step], -ew);
+    s1.add(gw - first);
+    s2.add(gw * exact.standardized(get(x + i)));
+  }
+  const double m1 = job.center ? first + s1.value() / (double)n : 0;
+  const double m2 = s2.value() / job.divisor;
+  T *dx = (T *)job.dx + r * job.dx_stride;
+  for (int64_t i = 0; i < n; i++) {
+    const double gw = scale(get(g + i), -eg) * scale((double)w[i * affine.weight_step], -ew);
+    const double v = exact.plain * ((gw - m1) - exact.standardized(get(x + i)) * m2);
+    put(dx + i, scale(v, eg + ew + exact.plain_e));
+  }
+}
+
+// R rows at once share the loads of the weight and the loads and stores of the sums over rows.
+// First sweep: all sums. Second sweep: dx.
+template <class T, bool Center, bool Rounded, Wanted P, int R>
+INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T> &over_rows,
+                           int64_t r) {
+  constexpr int W = lanes<T>;
+  typedef Vector<T> V;
+  const int64_t n = job.n, w_mask = -affine.weight_step;
+  const Scalar<T> *stats = (const Scalar<T> *)job.stats + r;
+  const T *x[R], *g[R];
+  Row<T> row[R];
+  const Scalar<T> *w = (const Scalar<T> *)affine.weight;
+  Scalar<T> first[R];  // of grad * weight: the shift that makes the mean of equal ones exact
+  for (int k = 0; k < R; k++) {
+    x[k] = (const T *)job.x + (r + k) * job.x_stride;
+    g[k] = (const T *)job.grad + (r + k) * job.grad_stride;
+    row[k].set(stats[k], stats[job.rows + k], stats[2 * job.rows + k]);
+    first[k] = (Scalar<T>)get(g[k]) * w[0];
+  }
+
+  Scalar<T> *const dw = over_rows.weight, *const db = over_rows.bias;
+  Total<V> total1[R], total2[R];
+  const auto step = [&](int64_t i, int64_t tail, V *s1, V *s2) __attribute__((always_inline)) {
+    const V weight = tail ? load(w + (i & w_mask), tail) : load(w + (i & w_mask));
+    V by_weight = {}, by_bias = {};
+    for (int k = 0; k < R; k++) {
+      const V grad = tail ? load(g[k] + i, tail) : load(g[k] + i);
+      V v = standardize<T, Center>(tail ? load(x[k] + i, tail) : load(x[k] + i), row[k]);
+      if (tail) v = keep(v, tail);  // 0 * infinity, where hi * rstd overflows
+      const V gw = grad * weight;
+      if (Center) s1[k] += tail ? keep(gw - first[k], tail) : gw - first[k];
+      s2[k] = fma(v, gw, s2[k]);
+      if (P != NOTHING) {
+        if (Rounded) v = round_as<T>(v);
+        by_weight = k == 0 ? grad * v : fma(grad, v, by_weight);
+      }
+      if (P == WEIGHT_AND_BIAS) by_bias = k == 0 ? grad : by_bias + grad;
+    }
+    if (P != NOTHING) store(dw + i, load(dw + i) + by_weight);
+    if (P == WEIGHT_AND_BIAS) store(db + i, load(db + i) + by_bias);
+  };
+  int64_t i = 0;
+  do {
+    const int64_t end = smaller(n, i + BLOCK * W);
+    V s1[R] = {}, s2[R] = {};
+    for (; i + W <= end; i += W) step(i, 0, s1, s2);
+    if (i < end) {
+      step(i, end - i, s1, s2);
+      i = end;
+    }
+    for (int k = 0; k < R; k++) {
+      if (Center) total1[k].add(s1[k]);
+      total2[k].add(s2[k]);
+    }
+  } while (i < n);
+  if (!job.dx) return;
+
+  T *dx[R];
+  V mean[R], slope[R];
+  bool redo[R];
+  for (int k = 0; k < R; k++) {
+    const Scalar<T> m1 =
+        Center ? (Scalar<T>)((double)first[k] + total1[k].value() / (double)n) : Scalar<T>(0);
+    const Scalar<T> m2 = (Scalar<T>)(total2[k].value() / job.divisor);
+    redo[k] = !finite(m1) || !finite(m2);
+    mean[k] = broadcast(-m1);
+    slope[k] = broadcast(-m2);
+    dx[k] = (T *)job.dx + (r + k) * job.dx_stride;
+  }
+  const auto derivative = [&](V grad, V v, V weight, int k) __attribute__((always_inline)) {
+    v = standardize<T, Center>(v, row[k]);
+    const V gw = grad * weight;
+    return fma(v, slope[k], Center ? gw + mean[k] : gw) * row[k].rstd;
+  };
+  for (i = 0; i + W <= n; i += W) {
+    const V weight = load(w + (i & w_mask));
+    for (int k = 0; k < R; k++)
+      store(dx[k] + i, derivative(load(g[k] + i), load(x[k] + i), weight, k));
+  }
+  if (i < n) {
+    const V weight = load(w + (i & w_mask), n - i);
+    for (int k = 0; k < R; k++)
+      store(dx[k] + i, derivative(load(g[k] + i, n - i), load(x[k] + i, n - i), weight, k), n - i);
+  }
+  for (int k = 0; k < R; k++)
+    if (__builtin_expect(redo[k], 0))
+      backward_exact<T>(job, affine, over_rows, r + k, true);
+}
+
+// Whether the saved statistics of row r have all their digits. Otherwise it is redone from x.
+template <class T> inline bool stats_are_safe(const Job &job, int64_t r) {
+  typedef Scalar<T> C;
+  const C *stats = (const C *)job.stats + r, rstd = stats[2 * job.rows];
+  return rstd >= least_normal<C> && finite(rstd) && mean_is_safe<C>(stats[0], stats[job.rows]);
+}
+
+template <class T, bool Center, bool Rounded, Wanted P>
+void backward_chunks(const Job &job, const Affine &affine, const Chunks &chunks, int64_t c,
+                     int64_t c_end) {
+  constexpr int R = 2;  // 4 are no faster in the L1 cache and a fifth slower outside L2
+  for (; c < c_end; c++) {
+    RowSums<T> sums = {};
+    if (P != NOTHING) {
+      sums.weight = (Scalar<T> *)chunks.sums + 2 * c * chunks.pitch;
+      if (P == WEIGHT_AND_BIAS) sums.bias = sums.weight + chunks.pitch;
+      memset(sums.weight, 0, (P == WEIGHT ? 1 : 2) * (size_t)chunks.pitch * sizeof(Scalar<T>));
+    }
+    int64_t r = c * chunks.rows;
+    const int64_t end = smaller(job.rows, r + chunks.rows);
+    while (r < end) {
+      const int count = end - r >= R ? R : 1;
+      bool safe = true;
+      for (int k = 0; k < count; k++) safe &= stats_are_safe<T>(job, r + k);
+      if (safe && count == R) {
+        backward_block<T, Center, Rounded, P, R>(job, affine, sums, r);
+      } else {
+        for (int k = 0; k < count; k++)
+          if (stats_are_safe<T>(job, r + k))
+            backward_block<T, Center, Rounded, P, 1>(job, affine, sums, r + k);
+          else
+            backward_exact<T>(job, affine, sums, r + k, false);
+      }
+      r += count;
+    }
+  }
+}
+
+// ---- weight and bias: to and from the compute type
+
+template <class P, class C> void widen(const P *p, int64_t n, double offset, C *out) {
+  for (int64_t i = 0; i < n; i++) out[i] = (C)(get(p + i) + offset);
+}
+// Halves are widened a vector at a time: one by one would take longer than a short row.
+template <class P> void widen_halves(const P *p, int64_t n, float offset, float *out) {
+  constexpr int W = lanes<P>;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, load(p + i) + offset);
+  if (i < n) store(out + i, load(p + i, n - i) + offset, n - i);
+}
+void widen(const f16 *p, int64_t n, double offset, float *out) {
+  widen_halves(p, n, (float)offset, out);
+}
+void widen(const bf16 *p, int64_t n, double offset, float *out) {
+  widen_halves(p, n, (float)offset, out);
+}
+
+template <class C> void widen(int32_t dtype, const void *p, int64_t n, double offset, C *out) {
+  switch (dtype) {
+    case F32: return widen((const float *)p, n, offset, out);
+    case F64: return widen((const double *)p, n, offset, out);
+    case F16: return widen((const f16 *)p, n, offset, out);
+    case BF16: return widen((const bf16 *)p, n, offset, out);
+  }
+}
+
+alignas(64) const float float_ones[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+alignas(64) const double double_ones[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+alignas(64) const double zeros[8] = {};
+
+bool weight_changes(const Job &job) {
+  const int32_t computed_in = job.dtype == F64 ? F64 : F32;
+  return job.weight && (job.weight_dtype != computed_in || job.weight_offset != 0);
+}
+bool bias_changes(const Job &job) {
+  return job.bias && job.bias_dtype != (job.dtype == F64 ? F64 : F32);
+}
+int64_t scratch(const Job *job) {
+  return (weight_changes(*job) + bias_changes(*job)) * job->n * (job->dtype == F64 ? 8 : 4);
+}
+
+template <class C> void prepare(const Job &job, C *scratch, const C *ones, Affine &affine) {
+  affine = {job.weight, job.bias, 1, 1};
+  if (!job.weight) {
+    affine.weight = ones;
+    affine.weight_step = 0;
+  } else if (weight_changes(job)) {
+    widen(job.weight_dtype, job.weight, job.n, job.weight_offset, scratch);
+    affine.weight = scratch;
+    scratch += job.n;
+  }
+  if (!job.bias) {
+    affine.bias = zeros;
+    affine.bias_step = 0;
+  } else if (bias_changes(job)) {
+    widen(job.bias_dtype, job.bias, job.n, 0, scratch);
+    affine.bias = scratch;
+  }
+}
+void prepare(const Job *job, void *scratch, Affine *affine) {
+  if (job->dtype == F64) prepare(*job, (double *)scratch, double_ones, *affine);
+  else prepare(*job, (float *)scratch, float_ones, *affine);
+}
+
+// Columns merged at once. The pitch is a multiple of it, so that the last ones need no tail.
+constexpr int COLUMNS = 16;
+
+// The first n columns, rounded to the type of the parameter.
+void narrow(const double *v, int64_t n, double *out) { memcpy(out, v, (size_t)n * sizeof(double)); }
+template <class P> void narrow(const double *v, int64_t n, P *out) {
+  constexpr int W = lanes<P>;
+  float part[COLUMNS];
+  for (int j = 0; j < COLUMNS; j++) part[j] = (float)v[j];
+  for (int j = 0; j < COLUMNS; j += W)
+    if (j + W <= n) store(out + j, load(part + j));
+    else if (j < n) store(out + j, load(part + j), n - j);
+}
+
+// One parameter; the sums of successive chunks are `stride` apart.
+template <class C>
+void merge_columns(const C *sums, int64_t stride, int64_t count, int64_t i, int64_t end,
+                   int32_t dtype, void *out) {
+  for (; i < end; i += COLUMNS) {
+    double total[COLUMNS] = {};
+    for (int64_t c = 0; c < count; c++)
+      for (int j = 0; j < COLUMNS; j++) total[j] += (double)sums[c * stride + i + j];
+    const int64_t n = smaller(COLUMNS, end - i);
+    switch (dtype) {
+      case F32: narrow(total, n, (float *)out + i); break;
+      case F64: narrow(total, n, (double *)out + i); break;
+      case F16: narrow(total, n, (f16 *)out + i); break;
+      case BF16: narrow(total, n, (bf16 *)out + i); break;
+    }
+  }
+}
+template <class C> void merge(const Job &job, const Chunks &chunks, int64_t i, int64_t end) {
+  const C *sums = (const C *)chunks.sums;
+  const int64_t stride = 2 * chunks.pitch;
+  if (job.dweight)
+    merge_columns(sums, stride, chunks.count, i, end, job.weight_dtype, job.dweight);
+  if (job.dbias)
+    merge_columns(sums + chunks.pitch, stride, chunks.count, i, end, job.bias_dtype, job.dbias);
+}
+void merge(const Job *job, const Chunks *chunks, int64_t i, int64_t end) {
+  if (job->dtype == F64) merge<double>(*job, *chunks, i, end);
+  else merge<float>(*job, *chunks, i, end);
+}
+
+// ---- from run-time values to template arguments
+
+template <class T, bool Center, bool Rounded>
+void backward_of(const Job *job, const Affine *affine, const Chunks *chunks, int64_t c,
+                 int64_t end) {
+  // Rounding concerns the weight only. A centred norm without a bias is too rare for its own copy.
+  if (!chunks->sums)
+    backward_chunks<T, Center, false, NOTHING>(*job, *affine, *chunks, c, end);
+  else if (!Center && !job->dbias)
+    backward_chunks<T, Center, Rounded, Center ? WEIGHT_AND_BIAS : WEIGHT>(*job, *affine, *chunks,
+                                                                           c, end);
+  else
+    backward_chunks<T, Center, Rounded, WEIGHT_AND_BIAS>(*job, *affine, *chunks, c, end);
+}
+
+#define BY_CENTER(F, T, ROUNDED, ...) \
+  (job->center ? F<T, true, ROUNDED>(__VA_ARGS__) : F<T, false, ROUNDED>(__VA_ARGS__))
+#define BY_ROUNDING(F, T, ...) \
+  (job->rounded ? BY_CENTER(F, T, true, __VA_ARGS__) : BY_CENTER(F, T, false, __VA_ARGS__))
+// Rounding to a type that is computed in itself changes nothing.
+#define BY_TYPE(F, ...)                                        \
+  switch (job->dtype) {                                        \
+    case F32: return BY_CENTER(F, float, false, __VA_ARGS__);  \
+    case F64: return BY_CENTER(F, double, false, __VA_ARGS__); \
+    case F16: return BY_ROUNDING(F, f16, __VA_ARGS__);         \
+    case BF16: return BY_ROUNDING(F, bf16, __VA_ARGS__);       \
+  }
+
+void forward(const Job *job, const Affine *affine, int64_t r, int64_t end) {
+  BY_TYPE(forward_rows, *job, *affine, r, end)
+}
+void backward(const Job *job, const Affine *affine, const Chunks *chunks, int64_t c, int64_t end) {
+  BY_TYPE(backward_of, job, affine, chunks, c, end)
+}
+
+}  // namespace
+
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+extern "C" const Table JOIN(table_, ISA);
+extern "C" const Table JOIN(table_, ISA) = {STRING(ISA), scratch, prepare, forward, backward, merge};

@@ -1,0 +1,323 @@
+// The vector vocabulary of kernels.cpp: load, store, tails, fused multiply-add, sums. Included by
+// nothing else. One vector is as wide as the instruction set that the file is compiled for; the code
+// above it is the same for all of them.
+//
+// A storage type is one pair of functions, unpack and pack; the rest follows from them.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12 takes the undefined vectors inside its own AVX512 intrinsics for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VB 64
+#elif defined(__AVX__)
+#define VB 32
+#else
+#define VB 16
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+typedef float vf __attribute__((vector_size(VB)));
+typedef double vd __attribute__((vector_size(VB)));
+typedef int32_t vi __attribute__((vector_size(VB)));
+typedef uint32_t vu __attribute__((vector_size(VB)));
+typedef int64_t vl __attribute__((vector_size(VB)));
+typedef uint16_t vh __attribute__((vector_size(VB / 2)));  // as many halves as a vf has lanes
+
+struct f16 { uint16_t bits; };
+struct bf16 { uint16_t bits; };
+
+// What a storage type is computed in.
+template <class T> struct Compute { typedef float scalar; typedef vf vector; };
+template <> struct Compute<double> { typedef double scalar; typedef vd vector; };
+
+template <class T> constexpr int lanes = VB / int(sizeof(typename Compute<T>::scalar));
+
+// s - 0 is s for every s, also for -0, so this is a plain broadcast.
+INLINE vf broadcast(float s) { return s - vf{}; }
+INLINE vd broadcast(double s) { return s - vd{}; }
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+INLINE vd fma(vd a, vd b, vd c) {
+#if defined(__AVX512F__)
+  return (vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  return (vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__aarch64__)
+  return (vd)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// ---- storage types: unpack and pack
+
+// 16 bits to 32, and back where the upper 16 bits are to be dropped. GCC 12 has no good code for
+// __builtin_convertvector here.
+INLINE vu widen(vh h) {
+#if VB == 16 && defined(__SSE2__)
+  return (vu)_mm_unpacklo_epi16((__m128i)_mm_loadl_epi64((const __m128i *)&h), _mm_setzero_si128());
+#else
+  return __builtin_convertvector(h, vu);
+#endif
+}
+INLINE vh narrow(vu u) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtepi32_epi16((__m512i)u);
+#elif defined(__AVX2__)
+  const __m256i s = _mm256_srai_epi32(_mm256_slli_epi32((__m256i)u, 16), 16);
+  // packs works within 128 bits: gather the two useful quarters.
+  return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packs_epi32(s, s), 0x08));
+#elif VB == 16 && defined(__SSE2__)
+  const __m128i s = _mm_srai_epi32(_mm_slli_epi32((__m128i)u, 16), 16);
+  vh h;
+  _mm_storel_epi64((__m128i *)&h, _mm_packs_epi32(s, s));
+  return h;
+#else
+  return __builtin_convertvector(u, vh);
+#endif
+}
+
+INLINE vf unpack(bf16, vh h) { return (vf)(widen(h) << 16); }
+
+// Round to nearest even. A NaN is only truncated: the rounding could carry it into infinity, and
+// every NaN that arithmetic returns has its highest fraction bit set.
+INLINE vh pack(bf16, vf v) {
+#if defined(__AVX512F__)
+  // A third fewer instructions than the lines below, which is a tenth of a forward pass.
+  const __mmask16 number = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_ORD_Q);
+  const __mmask16 odd = _mm512_mask_test_epi32_mask(number, (__m512i)v, _mm512_set1_epi32(0x10000));
+  __m512i u = _mm512_mask_add_epi32((__m512i)v, number, (__m512i)v, _mm512_set1_epi32(0x7fff));
+  u = _mm512_mask_add_epi32(u, odd, u, _mm512_set1_epi32(1));
+  const __m512i upper = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  //
+                                         31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return (vh)_mm512_castsi512_si256(_mm512_permutexvar_epi16(upper, u));
+#else
+  const vu u = (vu)v;
+  return narrow((u + ((0x7fffu + ((u >> 16) & 1u)) & (vu)(v == v))) >> 16);
+#endif
+}
+
+INLINE vf unpack(f16, vh h) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps((__m128i)h);
+#elif defined(__aarch64__)
+  return (vf)vcvt_f32_f16((float16x4_t)h);
+#else
+  // The exponent is 112 too small, which a multiplication corrects, exactly and for denormals too.
+  const vu u = widen(h);
+  const vu magnitude = u & 0x7fffu;
+  const vf scaled = (vf)(magnitude << 13) * 0x1p112f;
+  const vu special = (vu)((vi)magnitude >= 0x7c00) & 0x7f800000u;  // infinity and NaN
+  return (vf)((vu)scaled | special | ((u & 0x8000u) << 16));
+#endif
+}
+
+INLINE vh pack(f16, vf v) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  return (vh)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+  return (vh)vcvt_f16_f32((float32x4_t)v);
+#else
+  const vu sign = (vu)v & 0x80000000u;
+  const vi a = (vi)((vu)v ^ sign);
+  // Below 2^-14 the result is denormal: adding 0.5 puts its last bit at the last bit of a float.
+  const vi denormal = (vi)((vf)a + 0.5f) - 0x3f000000;
+  // Otherwise move the exponent and round to nearest even; 65520 and above carry into infinity.
+  const vi normal = (a + (((15 - 127) * (1 << 23)) + 0xfff) + ((a >> 13) & 1)) >> 13;
+  const vi special = ((a > 0x7f800000) & 0x7e00) | (~(a > 0x7f800000) & 0x7c00);
+  const vi is_denormal = a < 0x38800000, is_special = a >= 0x47800000;
+  const vi bits = (denormal & is_denormal) | (special & is_special) |
+                  (normal & ~(is_denormal | is_special));
+  return narrow((vu)bits | (sign >> 16));
+#endif
+}
+
+// ---- whole vectors
+
+INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE vd load(const double *p) { vd v; memcpy(&v, p, sizeof v); return v; }
+template <class T> INLINE vf load(const T *p) {
+  vh h;
+  memcpy(&h, p, sizeof h);
+  return unpack(T{}, h);
+}
+
+// Two vectors at once, in an order of its own: for sums.
+template <class T> INLINE void load_two(const T *p, typename Compute<T>::vector v[2]) {
+  v[0] = load(p);
+  v[1] = load(p + lanes<T>);
+}
+INLINE void load_two(const bf16 *p, vf v[2]) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  vu u;
+  memcpy(&u, p, sizeof u);
+  v[0] = (vf)(u << 16);
+  v[1] = (vf)(u & 0xffff0000u);
+#else
+  v[0] = load(p);
+  v[1] = load(p + lanes<bf16>);
+#endif
+}
+
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE void store(double *p, vd v) { memcpy(p, &v, sizeof v); }
+template <class T> INLINE void store(T *p, vf v) {
+  const vh h = pack(T{}, v);
+  memcpy(p, &h, sizeof h);
+}
+
+// v as a T would store it.
+template <class T> INLINE vf round_as(vf v) { return unpack(T{}, pack(T{}, v)); }
+template <> INLINE vf round_as<float>(vf v) { return v; }
+template <class T> INLINE vd round_as(vd v) { return v; }
+
+// ---- tails: the first k lanes, 0 < k < lanes; the others are read as zero and not written
+
+#if defined(__AVX512F__)
+
+INLINE __mmask16 first(int64_t k) { return (__mmask16)((1u << k) - 1); }
+
+INLINE vf keep(vf v, int64_t k) { return (vf)_mm512_maskz_mov_ps(first(k), (__m512)v); }
+INLINE vd keep(vd v, int64_t k) {
+  return (vd)_mm512_maskz_mov_pd((__mmask8)first(k), (__m512d)v);
+}
+
+INLINE vf load(const float *p, int64_t k) { return (vf)_mm512_maskz_loadu_ps(first(k), p); }
+INLINE vd load(const double *p, int64_t k) {
+  return (vd)_mm512_maskz_loadu_pd((__mmask8)first(k), p);
+}
+template <class T> INLINE vf load(const T *p, int64_t k) {
+  return unpack(T{}, (vh)_mm256_maskz_loadu_epi16(first(k), p));
+}
+INLINE void store(float *p, vf v, int64_t k) { _mm512_mask_storeu_ps(p, first(k), (__m512)v); }
+INLINE void store(double *p, vd v, int64_t k) {
+  _mm512_mask_storeu_pd(p, (__mmask8)first(k), (__m512d)v);
+}
+template <class T> INLINE void store(T *p, vf v, int64_t k) {
+  _mm256_mask_storeu_epi16(p, first(k), (__m256i)pack(T{}, v));
+}
+
+#else
+
+INLINE vi first(vf, int64_t k) {
+  vi lane;
+  for (int j = 0; j < lanes<float>; j++) lane[j] = j;
+  return lane < (int32_t)k;
+}
+INLINE vl first(vd, int64_t k) {
+  vl lane;
+  for (int j = 0; j < lanes<double>; j++) lane[j] = j;
+  return lane < k;
+}
+INLINE vf keep(vf v, int64_t k) { return (vf)((vi)v & first(v, k)); }
+INLINE vd keep(vd v, int64_t k) { return (vd)((vl)v & first(v, k)); }
+
+template <class T> INLINE typename Compute<T>::vector load(const T *p, int64_t k) {
+  T part[lanes<T>] = {};
+  for (int j = 0; j < lanes<T> - 1; j++) if (j < k) part[j] = p[j];
+  return load(part);
+}
+template <class T> INLINE void store(T *p, typename Compute<T>::vector v, int64_t k) {
+  T part[lanes<T>];
+  store(part, v);
+  for (int j = 0; j < lanes<T> - 1; j++) if (j < k) p[j] = part[j];
+}
+#if defined(__AVX2__)
+INLINE vf load(const float *p, int64_t k) {
+  return (vf)_mm256_maskload_ps(p, (__m256i)first(vf{}, k));
+}
+INLINE vd load(const double *p, int64_t k) {
+  return (vd)_mm256_maskload_pd(p, (__m256i)first(vd{}, k));
+}
+INLINE void store(float *p, vf v, int64_t k) {
+  _mm256_maskstore_ps(p, (__m256i)first(v, k), (__m256)v);
+}
+INLINE void store(double *p, vd v, int64_t k) {
+  _mm256_maskstore_pd(p, (__m256i)first(v, k), (__m256d)v);
+}
+#endif
+#endif
+
+// ---- sums
+
+// Half as many lanes: each float lane is added to another one, in double.
+INLINE vd fold(vf v) {
+#if defined(__AVX512F__)
+  return (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v)) +
+         (vd)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+#elif defined(__AVX__)
+  return (vd)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)) +
+         (vd)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
+#elif defined(__SSE2__)
+  return (vd)_mm_cvtps_pd((__m128)v) + (vd)_mm_cvtps_pd(_mm_movehl_ps((__m128)v, (__m128)v));
+#elif defined(__aarch64__)
+  return (vd)vcvt_f64_f32(vget_low_f32((float32x4_t)v)) + (vd)vcvt_high_f64_f32((float32x4_t)v);
+#else
+  vd r;
+  for (int j = 0; j < lanes<double>; j++) r[j] = (double)v[j] + (double)v[j + lanes<double>];
+  return r;
+#endif
+}
+
+INLINE double sum(vd v) {
+#if defined(__AVX512F__)
+  const __m256d a = _mm256_add_pd(_mm512_castpd512_pd256((__m512d)v),
+                                  _mm512_extractf64x4_pd((__m512d)v, 1));
+#elif defined(__AVX__)
+  const __m256d a = (__m256d)v;
+#endif
+#if defined(__AVX__)
+  const __m128d b = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
+  return b[0] + b[1];
+#else
+  return v[0] + v[1];
+#endif
+}
+INLINE double sum(vf v) { return sum(fold(v)); }
+
+// Sums of blocks, merged in order: floats in double, doubles with the rounding errors kept.
+template <class V> struct Total;
+template <> struct Total<vf> {
+  vd s = {};
+  INLINE void add(vf block) { s += fold(block); }
+  INLINE double value() const { return sum(s); }
+};
+template <> struct Total<vd> {
+  vd s = {}, rest = {};
+  INLINE void add(vd block) {
+    const vd t = s + block, z = t - s;
+    rest += (s - (t - z)) + (block - z);
+    s = t;
+  }
+  INLINE double value() const { return sum(s) + sum(rest); }
+};
+
+}  // namespace
