@@ -1,0 +1,486 @@
+// The short way for plain torch tensors. torch exposes a table of C functions (DLPack 1.3, the
+// type's __dlpack_c_exchange_api__) that describes a tensor without a Python call and without
+// linking to torch. These functions read their arguments through it, check everything, compute
+// and return, or return None when anything is unusual: Python then takes the long way, which
+// finds out why and raises where something is wrong.
+#include "torch_door.h"
+
+#include <math.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <stdint.h>
+
+#include <new>
+
+#include "dispatch.h"
+
+namespace {
+
+using nanobind::dlpack::dltensor;
+
+// The table of dlpack.h, version 1.3.
+struct ExchangeApi {
+  struct {
+    uint32_t major, minor;
+    void *previous;
+  } header;
+  void *allocate, *managed_from_object, *object_from_managed;  // functions that are not used here
+  int (*describe)(void *object, dltensor *out);
+  void *current_stream;
+};
+
+// Set once by connect(), under the GIL.
+const ExchangeApi *api;
+PyObject *tensor_type, *parameter_type, *empty_like, *large_empty_like;
+int64_t large;  // bytes from which large_empty_like allocates
+
+// Who may be watching: functions without arguments that return a number or a bool,
+// torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
+struct {
+  PyObject *dispatch_modes, *function_mode, *transforms, *tracing, *grad_enabled, *is_neg;
+  PyObject *compiler, *forward_ad;
+} watch;
+
+PyObject *apply_node;     // _ShortNorm.apply(x, weight, bias, constants) -> y
+PyObject *long_backward;  // (ctx, grad): what short_backward leaves alone
+
+// Names of attributes, made once.
+struct {
+  PyObject *_is_compiling_flag, *_current_level, *requires_grad, *to_save, *saved_tensors,
+      *needs_input_grad, *stats, *constants;
+} names;
+
+// ---- the guard: a tensor that something watches goes the long way. Each line of it was seen to
+// give silently wrong results when missing; each has a test.
+
+// Whether the value is false, None, or a number at most `most`. An error counts as watching.
+bool quiet(PyObject *value, long most = 0) {
+  if (!value) return PyErr_Clear(), false;
+  const bool none = value == Py_None;
+  const long number = none ? 0 : PyLong_AsLong(value);
+  if (number == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
+  return number <= most;
+}
+
+bool answers_quiet(PyObject *function) {
+  PyObject *answer = PyObject_CallNoArgs(function);
+  const bool result = quiet(answer);
+  Py_XDECREF(answer);
+  return result;
+}
+
+// The class is exactly a tensor's. (Its subclasses have a say in what is computed.)
+bool is_exact(PyObject *object) {
+  PyObject *type = (PyObject *)Py_TYPE(object);
+  return type == tensor_type || type == parameter_type;
+}
+
+// Not a view that torch keeps negated (is_neg): its memory holds the opposite sign.
+bool is_positive(PyObject *tensor) {
+  PyObject *answer = PyObject_CallFunctionObjArgs(watch.is_neg, tensor, nullptr);
+  const bool result = quiet(answer);
+  Py_XDECREF(answer);
+  return result;
+}
+
+bool unwatched() {
+  return answers_quiet(watch.dispatch_modes) && answers_quiet(watch.function_mode) &&
+         answers_quiet(watch.transforms) && answers_quiet(watch.tracing) &&
+         quiet(PyDict_GetItemWithError(watch.compiler, names._is_compiling_flag)) &&
+         quiet(PyDict_GetItemWithError(watch.forward_ad, names._current_level), -1);
+}
+
+bool wants_gradient(PyObject *tensor) {
+  if (tensor == Py_None) return false;
+  PyObject *answer = PyObject_GetAttr(tensor, names.requires_grad);
+  const bool result = !quiet(answer);
+  Py_XDECREF(answer);
+  return result;
+}
+
+// ---- reading
+
+// Above this many elements a call takes longer than handing the GIL over.
+constexpr int64_t kReleaseGil = 1 << 16;
+
+struct Reading {
+  dltensor t;
+  int dtype;
+  int64_t size;
+};
+
+int dtype_of(nanobind::dlpack::dtype d) {
+  if (d.lanes != 1) return -1;
+  if (d.code == (uint8_t)nanobind::dlpack::dtype_code::Float)
+    return d.bits == 32 ? F32 : d.bits == 64 ? F64 : d.bits == 16 ? F16 : -1;
+  return d.code == (uint8_t)nanobind::dlpack::dtype_code::Bfloat && d.bits == 16 ? BF16 : -1;
+}
+
+bool contiguous(const dltensor &t) {
+  if (!t.strides) return true;
+  int64_t step = 1;
+  for (int i = t.ndim - 1; i >= 0; i--) {
+    if (t.shape[i] != 1 && t.strides[i] != step) return false;
+    step *= t.shape[i];
+  }
+  return true;
+}
+
+// A plain tensor of this process's memory, dense and not empty; false otherwise, without an error.
+bool read(PyObject *object, Reading &r) {
+  if (!is_exact(object)) return false;
+  if (api->describe(object, &r.t)) {
+    PyErr_Clear();
+    return false;
+  }
+  r.dtype = dtype_of(r.t.dtype);
+  if (r.t.device.device_type != nanobind::device::cpu::value || r.dtype < 0 || !r.t.data)
+    return false;
+  r.size = 1;
+  for (int i = 0; i < r.t.ndim; i++) r.size *= r.t.shape[i];
+  return r.size > 0 && contiguous(r.t);
+}
+
+const void *data(const Reading &r) { return (const char *)r.t.data + r.t.byte_offset; }
+
+// The sizes of the trailing axes that share a mean: fills job.rows and job.n.
+bool read_shape(PyObject *shape, const Reading &x, Job &job, int64_t *sizes, int &count) {
+  const bool tuple = PyTuple_Check(shape);
+  if (!tuple && !PyList_Check(shape)) return false;
+  const Py_ssize_t length = tuple ? PyTuple_Size(shape) : PyList_Size(shape);
+  if (length < 1 || length > x.t.ndim || length > 8) return false;
+  count = (int)length;
+  job.n = 1;
+  for (int i = 0; i < count; i++) {
+    PyObject *item = tuple ? PyTuple_GetItem(shape, i) : PyList_GetItem(shape, i);
+    sizes[i] = PyLong_Check(item) ? PyLong_AsLongLong(item) : -1;
+    if (sizes[i] < 0) {
+      PyErr_Clear();
+      return false;
+    }
+    if (x.t.shape[x.t.ndim - count + i] != sizes[i]) return false;
+    job.n *= sizes[i];
+  }
+  job.rows = x.size / job.n;
+  return true;
+}
+
+bool same_shape(const Reading &r, const int64_t *sizes, int count) {
+  if (r.t.ndim != count) return false;
+  for (int i = 0; i < count; i++)
+    if (r.t.shape[i] != sizes[i]) return false;
+  return true;
+}
+
+bool read_number(PyObject *object, double &value) {
+  value = PyFloat_AsDouble(object);
+  if (value == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  return isfinite(value);
+}
+
+// x, weight, bias, normalized_shape, eps, weight_offset, center, rounded: what forward and
+// backward have in common.
+enum { X, WEIGHT, BIAS, SHAPE, EPS, OFFSET, CENTER, ROUNDED, COMMON };
+
+bool read_common(PyObject *const *args, Job &job, Reading &x) {
+  int64_t sizes[8];
+  int count;
+  Reading parameter;
+  if (!read(args[X], x) || !read_shape(args[SHAPE], x, job, sizes, count) ||
+      !is_positive(args[X]))
+    return false;
+  job.dtype = job.weight_dtype = job.bias_dtype = x.dtype;
+  job.x = data(x);
+  if (args[WEIGHT] != Py_None) {
+    if (!read(args[WEIGHT], parameter) || !same_shape(parameter, sizes, count) ||
+        !is_positive(args[WEIGHT]))
+      return false;
+    job.weight = data(parameter);
+    job.weight_dtype = parameter.dtype;
+  }
+  if (args[BIAS] != Py_None) {
+    if (!read(args[BIAS], parameter) || !same_shape(parameter, sizes, count) ||
+        !is_positive(args[BIAS]))
+      return false;
+    job.bias = data(parameter);
+    job.bias_dtype = parameter.dtype;
+  }
+  if (args[EPS] == Py_None)
+    job.eps = x.dtype == F64 ? 0x1p-52 : 0x1p-23;
+  else if (!read_number(args[EPS], job.eps))
+    return false;
+  if (!read_number(args[OFFSET], job.weight_offset)) return false;
+  job.center = args[CENTER] == Py_True;
+  job.rounded = args[ROUNDED] == Py_True;
+  job.divisor = (double)job.n;
+  job.x_stride = job.y_stride = job.grad_stride = job.dx_stride = job.n;
+  return true;
+}
+
+// Runs with the GIL released where that pays. False: an exception is set.
+bool run(void (*compute)(const Job &), const Job &job) {
+  PyThreadState *state = job.rows * job.n >= kReleaseGil ? PyEval_SaveThread() : nullptr;
+  bool fine = true;
+  try {
+    compute(job);
+  } catch (const std::bad_alloc &) {
+    fine = false;
+  }
+  if (state) PyEval_RestoreThread(state);
+  if (!fine) PyErr_NoMemory();
+  return fine;
+}
+
+// A new tensor like this one, of so many elements, in `address`.
+PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address) {
+  const int64_t bytes = size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2);
+  PyObject *allocate = bytes < large ? empty_like : large_empty_like;
+  PyObject *result = PyObject_CallFunctionObjArgs(allocate, tensor, nullptr);
+  if (!result) return nullptr;
+  dltensor t;
+  if (api->describe(result, &t)) {
+    Py_DECREF(result);
+    return nullptr;
+  }
+  address = (char *)t.data + t.byte_offset;
+  return result;
+}
+
+// The statistics that backward needs, (3, rows) of the compute type: as bytes, which cost a tenth of
+// a tensor.
+PyObject *new_stats(Job &job) {
+  const int64_t size = 3 * job.rows * (job.dtype == F64 ? 8 : 4);
+  PyObject *stats = PyBytes_FromStringAndSize(nullptr, size);
+  if (stats) job.stats = PyBytes_AsString(stats);
+  return stats;
+}
+
+PyObject *unsure() { Py_RETURN_NONE; }
+
+// ---- what Python calls
+
+// connect(capsule, {name: object}) -> bool: the table and what `watch` holds, by name
+PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  const struct {
+    const char *name;
+    PyObject **place;
+  } wanted[] = {{"Tensor", &tensor_type},
+                {"Parameter", &parameter_type},
+                {"empty_like", &empty_like},
+                {"large_empty_like", &large_empty_like},
+                {"dispatch_modes", &watch.dispatch_modes},
+                {"function_mode", &watch.function_mode},
+                {"transforms", &watch.transforms},
+                {"tracing", &watch.tracing},
+                {"grad_enabled", &watch.grad_enabled},
+                {"is_neg", &watch.is_neg},
+                {"compiler", &watch.compiler},
+                {"forward_ad", &watch.forward_ad},
+                {"apply_node", &apply_node},
+                {"long_backward", &long_backward}};
+  if (count != 2 || !PyDict_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "connect takes a capsule and a dictionary");
+    return nullptr;
+  }
+  auto *table = (const ExchangeApi *)PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
+  if (!table) return nullptr;
+  if (table->header.major != 1 || !table->describe) Py_RETURN_FALSE;
+  for (const auto &item : wanted) {
+    PyObject *object = PyDict_GetItemString(args[1], item.name);
+    if (!object) {
+      PyErr_Format(PyExc_KeyError, "%s", item.name);
+      return nullptr;
+    }
+    Py_INCREF(object);
+    *item.place = object;
+  }
+  PyObject *least = PyDict_GetItemString(args[1], "large");
+  large = least ? PyLong_AsLongLong(least) : 0;
+  if (large <= 0) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_KeyError, "large");
+    return nullptr;
+  }
+#define INTERN(name) \
+  if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr
+  INTERN(_is_compiling_flag);
+  INTERN(_current_level);
+  INTERN(requires_grad);
+  INTERN(to_save);
+  INTERN(saved_tensors);
+  INTERN(needs_input_grad);
+  INTERN(stats);
+  INTERN(constants);
+#undef INTERN
+  if (!PyDict_GetItem(watch.compiler, names._is_compiling_flag) ||
+      !PyDict_GetItem(watch.forward_ad, names._current_level))
+    Py_RETURN_FALSE;  // another version of torch, where these stand elsewhere
+  api = table;
+  Py_RETURN_TRUE;
+}
+
+// The output of the common arguments; with `stats`, also what backward needs.
+PyObject *compute(PyObject *const *args, PyObject **stats) {
+  Job job = {};
+  Reading x;
+  if (!read_common(args, job, x)) return unsure();
+  PyObject *y = like(args[X], x.size, x.dtype, job.y);
+  if (y && stats && !(*stats = new_stats(job))) Py_CLEAR(y);
+  if (y && !run(axisnorm::forward, job)) Py_CLEAR(y);
+  return y;
+}
+
+// The whole short way: guard, forward, and where a gradient is needed the autograd node.
+PyObject *short_way(PyObject *const *args) {
+  if (!api || !is_exact(args[X]) || !unwatched()) return unsure();
+  // What is no tensor is refused when it is read.
+  const bool gradient =
+      !answers_quiet(watch.grad_enabled) &&
+      (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
+  if (!gradient) return compute(args, nullptr);
+  Job job = {};
+  Reading x;
+  if (!read_common(args, job, x)) return unsure();  // before a node is made
+  PyObject *shape = PySequence_Tuple(args[SHAPE]);  // a list of the caller's could change
+  if (!shape) return nullptr;
+  PyObject *constants =
+      PyTuple_Pack(5, shape, args[EPS], args[OFFSET], args[CENTER], args[ROUNDED]);
+  Py_DECREF(shape);
+  if (!constants) return nullptr;
+  PyObject *y = PyObject_CallFunctionObjArgs(apply_node, args[X], args[WEIGHT], args[BIAS],
+                                             constants, nullptr);
+  Py_DECREF(constants);
+  return y;
+}
+
+// node_forward(ctx, x, weight, bias, constants) -> y: forward of the autograd node
+PyObject *node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 5) return unsure();
+  PyObject *ctx = args[0], *constants = args[4];
+  PyObject *common[COMMON];
+  for (int i = 0; i < COMMON; i++)
+    common[i] = i < 3 ? args[1 + i] : PyTuple_GetItem(constants, i - 3);
+  PyObject *stats = nullptr, *y = compute(common, &stats);
+  PyObject *saved = stats ? PyTuple_Pack(3, args[1], args[2], args[3]) : nullptr;
+  if (!saved || PyObject_SetAttr(ctx, names.to_save, saved) ||
+      PyObject_SetAttr(ctx, names.stats, stats) ||
+      PyObject_SetAttr(ctx, names.constants, constants))
+    Py_CLEAR(y);
+  Py_XDECREF(saved);
+  Py_XDECREF(stats);
+  if (!y && !PyErr_Occurred())
+    PyErr_SetString(PyExc_RuntimeError, "a tensor changed while it was normalized");
+  return y;
+}
+
+// short_layer_norm(x, normalized_shape, weight, bias, eps) -> y
+PyObject *short_layer_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 5) return unsure();
+  static PyObject *const zero = PyFloat_FromDouble(0.0);
+  PyObject *common[COMMON] = {args[0], args[2], args[3], args[1], args[4], zero, Py_True, Py_False};
+  return short_way(common);
+}
+
+// short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding) -> y
+PyObject *short_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 6 || !PyUnicode_Check(args[5])) return unsure();
+  const bool once = PyUnicode_CompareWithASCIIString(args[5], "once") == 0;
+  if (!once && PyUnicode_CompareWithASCIIString(args[5], "before_affine") != 0) return unsure();
+  PyObject *common[COMMON] = {args[0], args[2], Py_None,  args[1],
+                              args[3], args[4], Py_False, once ? Py_False : Py_True};
+  return short_way(common);
+}
+
+// What the node keeps, as new references.
+struct Kept {
+  PyObject *saved, *needs, *stats, *constants;
+  explicit Kept(PyObject *ctx)
+      : saved(PyObject_GetAttr(ctx, names.saved_tensors)),
+        needs(saved ? PyObject_GetAttr(ctx, names.needs_input_grad) : nullptr),
+        stats(needs ? PyObject_GetAttr(ctx, names.stats) : nullptr),
+        constants(stats ? PyObject_GetAttr(ctx, names.constants) : nullptr) {}
+  Kept(const Kept &) = delete;
+  ~Kept() {
+    Py_XDECREF(saved);
+    Py_XDECREF(needs);
+    Py_XDECREF(stats);
+    Py_XDECREF(constants);
+  }
+};
+
+// short_backward(ctx, grad) -> (dx, dweight, dbias, None): what the node returns
+PyObject *short_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (!api || count != 2 || !is_exact(args[1]) || !unwatched() ||
+      !answers_quiet(watch.grad_enabled) || !is_positive(args[1]))
+    return unsure();
+  const Kept kept(args[0]);
+  if (!kept.constants) return nullptr;
+  PyObject *common[COMMON];
+  for (int i = 0; i < COMMON; i++)
+    common[i] = i < 3 ? PyTuple_GetItem(kept.saved, i) : PyTuple_GetItem(kept.constants, i - 3);
+  Job job = {};
+  Reading x, grad;
+  if (!read_common(common, job, x) || !read(args[1], grad) || grad.dtype != x.dtype ||
+      !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(kept.stats) ||
+      PyBytes_Size(kept.stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
+    return unsure();
+  job.grad = data(grad);
+  job.stats = PyBytes_AsString(kept.stats);
+  PyObject *results[3] = {};
+  void **targets[3] = {&job.dx, &job.dweight, &job.dbias};
+  bool fine = true;
+  for (int i = 0; i < 3 && fine; i++) {
+    const bool needed = PyTuple_GetItem(kept.needs, i) == Py_True && common[i] != Py_None;
+    if (needed)
+      fine = (results[i] = like(common[i], i ? job.n : x.size, x.dtype, *targets[i])) != nullptr;
+  }
+  PyObject *result = nullptr;
+  if (fine && run(axisnorm::backward, job)) {
+    PyObject *all[3];
+    for (int i = 0; i < 3; i++) all[i] = results[i] ? results[i] : Py_None;
+    result = PyTuple_Pack(4, all[0], all[1], all[2], Py_None);
+  }
+  for (PyObject *r : results) Py_XDECREF(r);
+  return result;
+}
+
+// The method `apply` of the node's class, which autograd calls.
+PyObject *node_apply(PyObject *ctx, PyObject *const *args, Py_ssize_t count) {
+  if (count == 1) {
+    PyObject *both[2] = {ctx, args[0]};
+    PyObject *result = short_backward(nullptr, both, 2);
+    if (result != Py_None) return result;
+    Py_DECREF(result);
+    return PyObject_CallFunctionObjArgs(long_backward, ctx, args[0], nullptr);
+  }
+  PyErr_SetString(PyExc_TypeError, "a norm has one gradient");
+  return nullptr;
+}
+
+PyMethodDef apply_definition = {"apply", (PyCFunction)(void *)node_apply, METH_FASTCALL, nullptr};
+
+// quicken(class) gives the node's class the method, in place of two Python functions.
+PyObject *quicken(PyObject *, PyObject *type) {
+  PyObject *method = PyDescr_NewMethod((PyTypeObject *)type, &apply_definition);
+  const bool fine = method && !PyObject_SetAttrString(type, "apply", method);
+  Py_XDECREF(method);
+  if (!fine) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"connect", (PyCFunction)(void *)connect, METH_FASTCALL, nullptr},
+    {"short_layer_norm", (PyCFunction)(void *)short_layer_norm, METH_FASTCALL, nullptr},
+    {"short_rms_norm", (PyCFunction)(void *)short_rms_norm, METH_FASTCALL, nullptr},
+    {"node_forward", (PyCFunction)(void *)node_forward, METH_FASTCALL, nullptr},
+    {"quicken", (PyCFunction)quicken, METH_O, nullptr},
+    {"short_backward", (PyCFunction)(void *)short_backward, METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+void torch_door::add_to(PyObject *module) {
+  if (PyModule_AddFunctions(module, methods)) throw nanobind::python_error();
+}

@@ -1,0 +1,39 @@
+"""Fixtures: every instruction set, the names that doctests use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from axisnorm import _build
+
+ISAS = tuple(_build.native.isa_names()) if _build.native else ()
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this processor has."""
+    native = _build.native
+    assert native is not None
+    before = native.isa()
+    assert native.set_isa(request.param)
+    yield request.param
+    native.set_isa(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The number of torch's threads, restored after a test that changes it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace.update(np=np, torch=torch)
+    torch.manual_seed(0)
