@@ -1,0 +1,815 @@
+"""The torch engine: ops for the dispatcher, autograd, and the short way for plain eager tensors.
+
+A tensor that nothing watches is computed at once. Everything else goes where torch expects it:
+torch.func transforms and forward mode see the differentiable reference, dispatch modes, tracers,
+compilers and tensor subclasses see ``torch.ops.axisnorm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.autograd.graph import increment_version
+from torch.overrides import handle_torch_function, has_torch_function
+
+from . import _build, _route, _torch_memory, reference
+from ._torch_memory import empty_cache
+from .reference import Inputs
+from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
+
+__all__ = [
+    "Inputs",
+    "Tensor",
+    "empty_cache",
+    "handle_torch_function",
+    "has_torch_function",
+    "is_foreign",
+    "is_tracing",
+    "normalize",
+    "short_layer_norm",
+    "short_rms_norm",
+    "statistics",
+]
+
+_native = _build.native
+_C = torch._C
+
+NAMES = {getattr(torch, name): name for name in _route.DTYPES}
+_CODES = {getattr(torch, name): code for code, name in enumerate(_route.DTYPES)}
+
+
+# --------------------------------------------------------------------------------------------
+# Who is watching
+
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = _C._len_torch_dispatch_stack
+_transforms = _C._are_functorch_transforms_active
+_tracing = _C._get_tracing_state
+_grad_enabled = torch.is_grad_enabled
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_foreign(x: Tensor) -> bool:
+    """Whether torch has a kernel for this tensor and axisnorm has none."""
+    return (
+        x.device.type not in ("cpu", "meta")
+        or x.is_nested
+        or x.layout != torch.strided
+        or x.is_quantized
+        or hasattr(x, "device_mesh")
+    )
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace is recording, so that shapes are traced values."""
+    return _tracing() is not None
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are ordinary tensors in memory, so that their data may be read directly."""
+    return all(
+        t is None
+        or (
+            type(t) in _PLAIN
+            and t.device.type == "cpu"
+            and not t.is_neg()
+            and not t._is_zerotensor()
+            and not torch._is_functional_tensor(t)
+        )
+        for t in tensors
+    )
+
+
+def _is_batched(t: Tensor) -> bool:
+    """Whether this is one tensor of a batch that is_grads_batched=True passes through autograd."""
+    return torch._C._functorch.is_legacy_batchedtensor(t)
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return _grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+# --------------------------------------------------------------------------------------------
+# The short way: plain eager tensors, trailing axes. csrc/torch_door.cpp holds the guard, reads the
+# tensors and computes; what it is not sure of, it leaves to the long way by returning None.
+
+
+def _nothing(*_: Any) -> None:
+    """What compilers see in place of the short way, and what stands where there is none."""
+
+
+class _ShortNorm(Function):
+    """The autograd node of the short way: forward(ctx, x, weight, bias, constants)."""
+
+    forward = staticmethod(_native.node_forward if _native else _nothing)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _native.short_backward(ctx, grad) or _long_backward(ctx, grad)
+
+
+def _long_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients where something watches, create_graph for example."""
+    inputs = Inputs(*ctx.saved_tensors)
+    shape, eps, offset, center, rounded = ctx.constants
+    scheme = Scheme.layer_norm(
+        ndim=len(shape),
+        eps=eps,
+        center=center,
+        weight_offset=offset,
+        rounding="before_affine" if rounded else "once",
+    )
+    kind = _compute_type(inputs.x)
+    stats = torch.frombuffer(bytearray(ctx.stats), dtype=kind).view(3, -1)
+    return (*_gradients(grad, inputs, stats, scheme, ctx.needs_input_grad), None)
+
+
+short_layer_norm = short_rms_norm = _nothing
+if (
+    _native
+    and hasattr(Tensor, "__dlpack_c_exchange_api__")
+    and _native.connect(
+        Tensor.__dlpack_c_exchange_api__,
+        {
+            "Tensor": Tensor,
+            "Parameter": torch.nn.Parameter,
+            "empty_like": torch.empty_like,
+            "large_empty_like": _torch_memory.empty_like,
+            "large": _torch_memory.LEAST,
+            "dispatch_modes": _dispatch_modes,
+            "function_mode": _C._is_torch_function_mode_enabled,
+            "transforms": _transforms,
+            "tracing": _C._get_tracing_state,
+            "grad_enabled": _grad_enabled,
+            "is_neg": Tensor.is_neg,
+            "compiler": vars(torch.compiler),
+            "forward_ad": vars(forward_ad),
+            # Function.apply looks for torch.func transforms, which the guard has done.
+            "apply_node": super(Function, _ShortNorm).apply,
+            "long_backward": _long_backward,
+        },
+    )
+):
+    short_layer_norm = _native.short_layer_norm
+    short_rms_norm = _native.short_rms_norm
+    for _short in (short_layer_norm, short_rms_norm):
+        torch.compiler.substitute_in_graph(_short, skip_signature_check=True)(_nothing)
+    if hasattr(_ShortNorm, "_backward_cls"):
+        _native.quicken(_ShortNorm._backward_cls)
+
+
+# --------------------------------------------------------------------------------------------
+# The long way
+
+
+def normalize(inputs: Inputs, scheme: Scheme | str, out: Tensor | None = None) -> Tensor:
+    """Normalize a torch tensor; batch statistics move given running statistics."""
+    if _is_compiling() or is_tracing():
+        if out is not None:
+            _check_out(inputs, out)
+        y = _normalize_by_ops(inputs, scheme)
+        return y if out is None else out.copy_(y)
+    scheme = as_scheme(scheme)
+    _check(inputs, scheme)
+    moving = inputs.running_mean is not None and scheme.statistics == "batch"
+    if out is not None:
+        _check_out(inputs, out)
+    if moving:
+        _check_moving(inputs, out)
+    used = inputs
+    if inputs.running_mean is not None:
+        # Those that normalize are kept for backward, and may move before it.
+        kept = [None if moving or t is None else t.clone() for t in inputs[4:]]
+        used = inputs._replace(running_mean=kept[0], running_var=kept[1])
+    found: list[reference.Moments] | None = [] if moving else None
+    if _transforms() or forward_ad._current_level >= 0:
+        y, moments = _differentiable(used, scheme)
+        found = [moments]
+    elif _dispatch_modes() or not _is_plain(*inputs, out):
+        y = _normalize_by_ops(inputs, str(scheme))
+        moving = False
+    elif _needs_grad(*inputs[:3]):
+        y = _Norm.apply(*used, scheme, found)
+    else:
+        y, _ = _forward(used, scheme, found, out)
+    if moving and found:
+        _move(inputs, scheme, found[0])
+    return y if out is None or y is out else out.copy_(y)
+
+
+def statistics(x: Tensor, scheme: Scheme | str, mask: Tensor | None) -> tuple[Tensor, ...]:
+    """Mean, variance and rstd of every group, in the compute type."""
+    inputs = Inputs(x, mask=mask)
+    if _is_compiling() or is_tracing():
+        return tuple(torch.ops.axisnorm.norm_moments(x, mask, _text(scheme)))
+    scheme = as_scheme(scheme)
+    _check(inputs, scheme)
+    if _transforms() or forward_ad._current_level >= 0 or _needs_grad(x):
+        moments = reference.moments(x, scheme, mask=mask)
+        kind = _compute_type(x)
+        return tuple(t.to(kind) for t in (moments.mean, moments.var, moments.rstd))
+    if _dispatch_modes() or not _is_plain(*inputs):
+        return tuple(torch.ops.axisnorm.norm_moments(x, mask, str(scheme)))
+    return _moments(x, mask, scheme)
+
+
+def _differentiable(inputs: Inputs, scheme: Scheme) -> tuple[Tensor, reference.Moments]:
+    return reference.forward(
+        inputs.x,
+        scheme,
+        inputs.weight,
+        inputs.bias,
+        mask=inputs.mask,
+        running_mean=inputs.running_mean,
+        running_var=inputs.running_var,
+    )
+
+
+def _check_moving(inputs: Inputs, out: Tensor | None) -> None:
+    """Refuse running statistics that cannot both be written."""
+    for name, running in zip(Inputs._fields[4:], inputs[4:], strict=True):
+        assert running is not None
+        _check_writable(name, running)
+        if running.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(
+                f"{name} is moved, and tensors made in inference mode cannot be. One came. "
+                "Give its clone()."
+            )
+        if out is not None and _is_plain(running, out) and _share_memory(running, out):
+            raise ArgumentError(
+                f"out and {name} share memory. Both are written. Give them memory of their own."
+            )
+
+
+def _move(inputs: Inputs, scheme: Scheme, moments: reference.Moments) -> None:
+    """Move the running statistics, after everything else has succeeded."""
+    with torch.no_grad():
+        for running, moved in zip(inputs[4:], _moved(inputs, scheme, moments), strict=True):
+            assert running is not None
+            running.copy_(moved)
+
+
+def _moved(inputs: Inputs, scheme: Scheme, moments: reference.Moments) -> tuple[Tensor, Tensor]:
+    moments = reference.Moments(
+        moments.mean.detach(), moments.var.detach(), moments.rstd, moments.count.detach()
+    )
+    sizes = scheme.layout(inputs.x.dim()).sizes(inputs.x.shape)
+    assert scheme.momentum is not None
+    return reference.updated_running(
+        sizes, moments, inputs.running_mean, inputs.running_var, scheme.momentum
+    )
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        scheme: Scheme,
+        found: list[reference.Moments] | None,
+    ) -> Tensor:
+        inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
+        y, stats = _forward(inputs, scheme, found)
+        ctx.save_for_backward(*inputs, stats)
+        ctx.scheme = scheme
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, stats = ctx.saved_tensors
+        found = _gradients(grad, Inputs(*inputs), stats, ctx.scheme, ctx.needs_input_grad)
+        return (*found, *[None] * 5)
+
+
+def _gradients(
+    grad: Tensor, inputs: Inputs, stats: Tensor, scheme: Scheme, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias, None where not needed."""
+    compiling = _is_compiling()
+    if not compiling:
+        # Saved tensors can have got other data since.
+        _check(inputs, scheme)
+    differentiated = _grad_enabled() or forward_ad._current_level >= 0
+    if not compiling and (differentiated or _transforms() or _is_batched(grad)):
+        # create_graph, a dual or a batched gradient: by the reference, whose operations torch can
+        # differentiate and batch again.
+        found = _reference_backward(grad, inputs, scheme)
+    elif compiling or _dispatch_modes() or is_tracing() or not _is_plain(grad, stats, *inputs):
+        found = torch.ops.axisnorm.norm_bwd(grad, *inputs, stats, str(scheme))
+    else:
+        return _backward(grad, inputs, stats, scheme, needs)
+    dx, dweight, dbias = (g if need else None for g, need in zip(found, needs, strict=False))
+    return dx, dweight, dbias
+
+
+def _reference_backward(
+    grad: Tensor, inputs: Inputs, scheme: Scheme
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return reference.backward(
+        grad,
+        inputs.x,
+        scheme,
+        inputs.weight,
+        inputs.bias,
+        mask=inputs.mask,
+        running_mean=inputs.running_mean,
+        running_var=inputs.running_var,
+    )
+
+
+# --------------------------------------------------------------------------------------------
+# Plain tensors
+
+
+def _forward(
+    inputs: Inputs,
+    scheme: Scheme,
+    found: list[reference.Moments] | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output and the statistics (3, groups): hi, lo and rstd. ``found`` takes the moments."""
+    x = inputs.x
+    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    _check_memory(*inputs, out)
+    stats = x.new_empty((3, sizes.num_groups), dtype=_compute_type(x))
+    if found is None and _route_of(inputs, sizes).engine == "native":
+        return _native_forward(inputs, sizes, stats, out), stats
+    y, moments = _differentiable(inputs, scheme)
+    stats[0] = moments.mean.flatten()
+    stats[1] = moments.mean.flatten() - stats[0]
+    stats[2] = moments.rstd.flatten()
+    if found is not None:
+        found.append(moments)
+    return (torch.empty_like(x) if out is None else out).copy_(y), stats
+
+
+def _backward(
+    grad: Tensor, inputs: Inputs, stats: Tensor, scheme: Scheme, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x = inputs.x
+    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    _check_memory(grad, stats, *inputs)
+    if grad.shape != x.shape or stats.numel() != 3 * sizes.num_groups:
+        raise ArgumentError(
+            f"A gradient has the input's shape {tuple(x.shape)}. {tuple(grad.shape)} came. "
+            "The input was changed since the forward pass: leave it alone until backward."
+        )
+    if _route_of(inputs, sizes).engine == "native":
+        return _native_backward(grad, inputs, sizes, stats, needs)
+    dx, dweight, dbias = _reference_backward(grad, inputs, scheme)
+    return (
+        torch.empty_like(x).copy_(dx) if needs[0] else None,
+        dweight if needs[1] else None,
+        dbias if needs[2] else None,
+    )
+
+
+def _moments(x: Tensor, mask: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    kind = _compute_type(x)
+    _check_memory(x, mask)
+    if _route_of(Inputs(x, mask=mask), sizes).engine == "native":
+        stats = x.new_empty((3, sizes.num_groups), dtype=kind)
+        var = x.new_empty(sizes.num_groups, dtype=kind)
+        _native_forward(Inputs(x), sizes, stats, None, var)
+        mean = stats[0] + stats[1]
+        return (
+            mean.reshape(sizes.statistics_shape),
+            var.reshape(sizes.statistics_shape),
+            stats[2].clone().reshape(sizes.statistics_shape),
+        )
+    moments = reference.moments(x, scheme, mask=mask)
+    return moments.mean.to(kind), moments.var.to(kind), moments.rstd.to(kind)
+
+
+def _route_of(inputs: Inputs, sizes: Sizes) -> _route.Route:
+    affine = inputs.weight is not None or inputs.bias is not None
+    running = inputs.running_mean is not None
+    if inputs.x.device.type != "cpu":
+        return _route.Route("reference", f"no kernel for {inputs.x.device.type} tensors")
+    return _route.route(sizes, NAMES[inputs.x.dtype], affine, inputs.mask is not None, running)
+
+
+def _native_forward(
+    inputs: Inputs, sizes: Sizes, stats: Tensor, out: Tensor | None, var: Tensor | None = None
+) -> Tensor:
+    """One call of the kernel; with ``var`` for the statistics alone."""
+    x, given = _rows(inputs.x, sizes)
+    weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
+    y = _torch_memory.empty_like(inputs.x) if out is None else out
+    taken = _route.loops(sizes, y.stride())
+    target = y
+    if taken is None or (out is not None and _overlaps(out, given, taken, x, weight, bias)):
+        target = torch.empty_like(x, memory_format=torch.contiguous_format)
+        taken = _route.loops(sizes, target.stride())
+    assert taken is not None
+    _native.forward(
+        x.data_ptr(),
+        _address(weight),
+        _address(bias),
+        target.data_ptr() if var is None else 0,
+        stats.data_ptr(),
+        _address(var),
+        given.rows,
+        given.n,
+        given.stride,
+        taken.stride,
+        *_constants(x, weight, bias, sizes),
+    )
+    if target is not y and var is None:
+        return y.copy_(target)
+    if out is not None:
+        increment_version(out)  # as copy_ does: what was saved of it is gone
+    return y
+
+
+def _native_backward(
+    grad: Tensor, inputs: Inputs, sizes: Sizes, stats: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, given = _rows(inputs.x, sizes)
+    grad, coming = _rows(grad, sizes)
+    weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
+    dx = target = dweight = dbias = None
+    stride = 0
+    if needs[0]:
+        dx = target = _torch_memory.empty_like(inputs.x)
+        taken = _route.loops(sizes, dx.stride())
+        if taken is None:
+            target = torch.empty_like(x, memory_format=torch.contiguous_format)
+            taken = _route.loops(sizes, target.stride())
+            assert taken is not None
+        stride = taken.stride
+    if needs[1] and weight is not None:
+        dweight = torch.empty_like(weight)
+    if needs[2] and bias is not None:
+        dbias = torch.empty_like(bias)
+    _native.backward(
+        grad.data_ptr(),
+        x.data_ptr(),
+        _address(weight),
+        stats.data_ptr(),
+        _address(target),
+        _address(dweight),
+        _address(dbias),
+        given.rows,
+        given.n,
+        coming.stride,
+        given.stride,
+        stride,
+        *_constants(x, weight, bias, sizes),
+    )
+    if dx is not None and target is not None and target is not dx:
+        dx.copy_(target)
+    return dx, dweight, dbias
+
+
+def _constants(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, sizes: Sizes
+) -> tuple[Any, ...]:
+    scheme = sizes.layout.scheme
+    code = _CODES[x.dtype]
+    return (
+        code,
+        code if weight is None else _CODES[weight.dtype],
+        code if bias is None else _CODES[bias.dtype],
+        scheme.center,
+        scheme.rounding == "before_affine",
+        reference.resolve_eps(scheme, x.dtype),
+        sizes.group_size - scheme.correction,
+        scheme.weight_offset,
+    )
+
+
+def _rows(x: Tensor, sizes: Sizes) -> tuple[Tensor, _route.Loops]:
+    """The tensor, or a contiguous copy where its rows are not, with its loops."""
+    found = _route.loops(sizes, x.stride())
+    if found is None:
+        x = x.contiguous()
+        found = _route.loops(sizes, x.stride())
+        assert found is not None
+    return x, found
+
+
+def _parameter(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    """Weight or bias as the kernel takes it: contiguous, of one of its types."""
+    if parameter is None:
+        return None
+    if parameter.dtype not in _CODES:
+        parameter = parameter.to(_compute_type(x))
+    return parameter.contiguous()
+
+
+def _overlaps(
+    out: Tensor, given: _route.Loops, taken: _route.Loops, x: Tensor, *others: Tensor | None
+) -> bool:
+    """Whether writing ``out`` could change an input before it is read; exactly x is fine."""
+    same = out.data_ptr() == x.data_ptr() and given.stride == taken.stride
+    return any(_share_memory(out, t) for t in (*others, None if same else x))
+
+
+def _share_memory(a: Tensor, b: Tensor | None) -> bool:
+    """Whether the addresses of two tensors overlap, whatever storages they stand in."""
+    if b is None:
+        return False
+    (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
+    return a_start < b_end and b_start < a_end
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (reach + 1) * t.element_size()
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _compute_type(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# --------------------------------------------------------------------------------------------
+# Checks, before anything is computed
+
+
+def _check_memory(*tensors: Tensor | None) -> None:
+    """Refuse tensors whose storage was freed, as sharding does between uses."""
+    for t in tensors:
+        if t is not None and t.numel() and not t.data_ptr() and t.device.type == "cpu":
+            raise ArgumentError(
+                f"Tensors have their data. One of shape {tuple(t.shape)} has none: its storage was "
+                "freed. Restore it before the call."
+            )
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.layout == torch.strided and not t.is_quantized and not t.is_nested
+
+
+def _check(inputs: Inputs, scheme: Scheme) -> Sizes:
+    x, weight, bias, mask, running_mean, running_var = inputs
+    if not _is_dense(x):
+        raise DtypeError(
+            f"The input is a dense tensor. A {x.layout} one came, or one that is quantized or "
+            "nested. Convert it, for example x.to_dense()."
+        )
+    if x.dtype not in _CODES:
+        raise DtypeError(
+            f"The input is a real floating-point tensor: {', '.join(_route.DTYPES)}. "
+            f"{x.dtype} came. Convert it, for example x.float()."
+        )
+    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    for name, t in zip(Inputs._fields[1:], inputs[1:], strict=True):
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise DtypeError(
+                f"The {name} of a torch tensor is a torch tensor. A {type(t).__name__} came. "
+                "Convert it with torch.as_tensor."
+            )
+        if t.device != x.device:
+            raise ArgumentError(
+                f"All tensors are on one device. The input is on {x.device}, the {name} on "
+                f"{t.device}. Move one of them."
+            )
+        if t.is_complex() or not _is_dense(t):
+            raise DtypeError(
+                f"The {name} is real and dense. {t.dtype}, {t.layout} came. Give such a tensor."
+            )
+        if name.startswith("running") and t.dtype not in _CODES:
+            raise DtypeError(
+                f"{name} is floating-point. {t.dtype} came. Convert it, for example to float32."
+            )
+    if weight is not None:
+        sizes.check_parameter("weight", weight.shape)
+    if bias is not None:
+        sizes.check_parameter("bias", bias.shape)
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise DtypeError(
+                f"A mask is boolean, True where an element counts. {mask.dtype} came. "
+                "Compare, for example mask != 0."
+            )
+        sizes.check_mask(mask.shape)
+    sizes.check_running(
+        None if running_mean is None else running_mean.shape,
+        None if running_var is None else running_var.shape,
+    )
+    return sizes
+
+
+def _check_writable(name: str, t: Tensor) -> None:
+    if _route.overlaps_itself(t.shape, t.stride()):
+        raise ArgumentError(
+            f"{name} is written to, so each of its elements has its own memory. One of strides "
+            f"{t.stride()} for shape {tuple(t.shape)} came. Give {name}.contiguous()."
+        )
+
+
+def _check_out(inputs: Inputs, out: Tensor) -> None:
+    x = inputs.x
+    if not isinstance(out, Tensor) or (out.shape, out.dtype, out.device) != (
+        x.shape,
+        x.dtype,
+        x.device,
+    ):
+        came = (
+            f"shape {tuple(out.shape)}, {out.dtype}, {out.device}"
+            if isinstance(out, Tensor)
+            else f"a {type(out).__name__}"
+        )
+        raise ArgumentError(
+            f"out is like the input: shape {tuple(x.shape)}, {x.dtype}, {x.device}. {came} came. "
+            "Make it with torch.empty_like(x)."
+        )
+    _check_writable("out", out)
+    if _needs_grad(*inputs[:3], out):
+        raise ArgumentError(
+            "out= has no gradient. The input, the parameters or out require one. "
+            "Leave out away, or call under torch.no_grad()."
+        )
+
+
+# --------------------------------------------------------------------------------------------
+# Ops: what compilers, exporters, dispatch modes and tensor subclasses see
+
+_library = torch.library.Library("axisnorm", "DEF")
+_INPUTS = "Tensor x, Tensor? weight, Tensor? bias, Tensor? mask"
+_RUNNING = "Tensor? running_mean, Tensor? running_var"
+for _schema in (
+    f"norm_fwd({_INPUTS}, str scheme, Tensor? running_mean=None, Tensor? running_var=None)"
+    " -> (Tensor y, Tensor stats)",
+    f"norm_bwd(Tensor grad, {_INPUTS}, {_RUNNING}, Tensor stats, str scheme)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "norm_moments(Tensor x, Tensor? mask, str scheme) -> (Tensor mean, Tensor var, Tensor rstd)",
+    "norm_running(Tensor x, Tensor? mask, Tensor running_mean, Tensor running_var, str scheme)"
+    " -> (Tensor running_mean_out, Tensor running_var_out)",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _text(scheme: Scheme | str) -> str:
+    return scheme if isinstance(scheme, str) else scheme.text
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _uses_running(text: str) -> bool:
+    return as_scheme(text).statistics == "running"
+
+
+def _normalize_by_ops(inputs: Inputs, scheme: Scheme | str) -> Tensor:
+    ops = torch.ops.axisnorm
+    x, weight, bias, mask, running_mean, running_var = inputs
+    text = _text(scheme)
+    if running_mean is None or running_var is None:
+        return ops.norm_fwd(x, weight, bias, mask, text)[0]
+    if _uses_running(text):
+        return ops.norm_fwd(x, weight, bias, mask, text, running_mean, running_var)[0]
+    y = ops.norm_fwd(x, weight, bias, mask, text)[0]
+    mean, var = ops.norm_running(x.detach(), mask, running_mean, running_var, text)
+    running_mean.copy_(mean)
+    running_var.copy_(var)
+    return y
+
+
+def _op_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scheme: str,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
+    _check(inputs, as_scheme(scheme))
+    return _forward(inputs, as_scheme(scheme))
+
+
+def _fake_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scheme: str,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
+    sizes = _check(inputs, as_scheme(scheme))
+    return torch.empty_like(x), x.new_empty((3, sizes.num_groups), dtype=_compute_type(x))
+
+
+def _op_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    stats: Tensor,
+    scheme: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
+    found = _backward(grad, inputs, stats, as_scheme(scheme), (True, True, True))
+    dx, dweight, dbias = (x.new_empty(0) if g is None else g for g in found)
+    return dx, dweight, dbias
+
+
+def _fake_backward(
+    _grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dweight, dbias = (
+        x.new_empty(0) if p is None else torch.empty_like(p, memory_format=torch.contiguous_format)
+        for p in (weight, bias)
+    )
+    return torch.empty_like(x), dweight, dbias
+
+
+def _op_moments(x: Tensor, mask: Tensor | None, scheme: str) -> tuple[Tensor, Tensor, Tensor]:
+    return _moments(x, mask, as_scheme(scheme))
+
+
+def _fake_moments(x: Tensor, mask: Tensor | None, scheme: str) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _check(Inputs(x, mask=mask), as_scheme(scheme)).statistics_shape
+    kind = _compute_type(x)
+    return (
+        x.new_empty(shape, dtype=kind),
+        x.new_empty(shape, dtype=kind),
+        x.new_empty(shape, dtype=kind),
+    )
+
+
+def _op_running(
+    x: Tensor, mask: Tensor | None, running_mean: Tensor, running_var: Tensor, scheme: str
+) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(x, None, None, mask, running_mean, running_var)
+    meaning = as_scheme(scheme)
+    return _moved(inputs, meaning, reference.moments(x, meaning, mask=mask))
+
+
+def _fake_running(
+    x: Tensor, mask: Tensor | None, running_mean: Tensor, running_var: Tensor, scheme: str
+) -> tuple[Tensor, Tensor]:
+    _check(Inputs(x, None, None, mask, running_mean, running_var), as_scheme(scheme))
+    return torch.empty_like(running_mean), torch.empty_like(running_var)
+
+
+for _name, _implementation, _fake in (
+    ("norm_fwd", _op_forward, _fake_forward),
+    ("norm_bwd", _op_backward, _fake_backward),
+    ("norm_moments", _op_moments, _fake_moments),
+    ("norm_running", _op_running, _fake_running),
+):
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"axisnorm::{_name}", _fake, lib=_library)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, mask, ctx.scheme, *running = inputs
+    ctx.save_for_backward(x, weight, bias, mask, *running, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _op_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, stats = ctx.saved_tensors
+    scheme = as_scheme(ctx.scheme)
+    found = _gradients(grad, Inputs(*inputs), stats, scheme, ctx.needs_input_grad)
+    return (*found, *[None] * 4)
+
+
+torch.library.register_autograd(
+    "axisnorm::norm_fwd", _op_gradients, setup_context=_keep_for_backward, lib=_library
+)
+
+
+def _keep_for_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, mask, ctx.scheme = inputs
+    ctx.save_for_backward(x, mask)
+
+
+def _moments_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Through the reference, which torch differentiates."""
+    x, mask = ctx.saved_tensors
+    with torch.enable_grad():
+        x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+        found = reference.moments(x, as_scheme(ctx.scheme), mask=mask)
+        values = (found.mean, found.var, found.rstd)
+        total = sum((v * g).sum() for v, g in zip(values, grads, strict=True))
+        (dx,) = torch.autograd.grad(total, x, create_graph=_grad_enabled())
+    return dx, None, None
+
+
+torch.library.register_autograd(
+    "axisnorm::norm_moments", _moments_gradients, setup_context=_keep_for_moments, lib=_library
+)

@@ -1,0 +1,239 @@
+"""Reused memory of large outputs: never memory that somebody still holds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from cases import values
+
+import axisnorm
+from axisnorm import _torch_memory
+from axisnorm._torch_memory import _pool
+
+SHAPE = (8192, 1024)  # 32 MB
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    axisnorm.empty_cache()
+    yield
+    axisnorm.empty_cache()
+
+
+X = values(SHAPE)
+CORRECT = axisnorm.layer_norm(X, 1024).clone()
+
+
+def output() -> torch.Tensor:
+    return axisnorm.layer_norm(X, 1024)
+
+
+def overwrite() -> None:
+    """Other large outputs, which would land in memory that was given out too early."""
+    kept = [
+        axisnorm.layer_norm(X * 0 + i, 1024, None, torch.full((1024,), 1.0 * i)) for i in range(4)
+    ]
+    assert [float(t[0, 0]) for t in kept] == [0, 1, 2, 3]
+
+
+def test_memory_is_reused() -> None:
+    places = set()
+    for _ in range(10):
+        places.add(output().data_ptr())
+    assert len(places) == 1
+    assert _pool.kept == X.nbytes
+    axisnorm.empty_cache()
+    assert _pool.kept == 0
+
+
+def test_backward_too() -> None:
+    leaf = X.clone().requires_grad_()
+    for _ in range(5):
+        torch.autograd.grad(axisnorm.layer_norm(leaf, 1024), leaf, X)
+    assert _pool.kept == 2 * X.nbytes
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda y: y,
+        lambda y: y[3:],
+        lambda y: y.view(-1),
+        lambda y: y.detach(),
+        lambda y: y.numpy(),
+        lambda y: memoryview(y.numpy()),
+        lambda y: torch.from_dlpack(y),
+        lambda y: np.from_dlpack(y),
+        lambda y: y.untyped_storage(),
+        lambda y: y.storage(),
+        lambda y: torch.nn.Parameter(y),
+        lambda y: (y.requires_grad_() * y.detach()).grad_fn,
+        lambda y: torch.empty(0).set_(y),
+        lambda y: [y].__iter__(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_held_memory_is_left_alone(hold) -> None:  # type: ignore[no-untyped-def]
+    y = output()
+    place = y.data_ptr()
+    held = hold(y)
+    del y
+    gc.collect()
+    overwrite()
+    again = torch.frombuffer(
+        (np.ctypeslib.ctypes.c_float * X.numel()).from_address(place), dtype=torch.float32
+    )
+    assert torch.equal(again, CORRECT.view(-1))
+    del held
+
+
+def test_saved_for_backward() -> None:
+    leaf = X.clone().requires_grad_()
+    y = axisnorm.layer_norm(leaf, 1024)
+    z = (y * y).sum()
+    del y
+    overwrite()
+    (found,) = torch.autograd.grad(z, leaf)
+    wanted = torch.autograd.grad((axisnorm.layer_norm(leaf, 1024) ** 2).sum(), leaf)[0]
+    assert torch.equal(found, wanted)
+
+
+def test_outputs_can_be_resized() -> None:
+    for shape in ((10,), (4096, 4096)):
+        y = output()
+        y.resize_(shape)
+        y.fill_(7.0)
+        overwrite()
+        assert (y == 7).all()
+        del y
+        overwrite()
+        assert torch.equal(output(), CORRECT)
+    y = output()
+    y.untyped_storage().resize_(0)
+    del y
+    overwrite()
+    assert torch.equal(output(), CORRECT)
+
+
+def test_shared_memory_is_let_go() -> None:
+    y = output()
+    y.share_memory_()
+    place = y.data_ptr()
+    del y
+    assert output().data_ptr() != place
+
+
+def test_other_layouts_and_types() -> None:
+    image = values((8, 64, 128, 128)).contiguous(memory_format=torch.channels_last)
+    for _ in range(3):
+        y = axisnorm.layer_norm(image, 128)
+        assert y.stride() == image.stride()
+    for dtype in (torch.float64, torch.bfloat16):
+        x = X.to(dtype)
+        for _ in range(3):
+            y = axisnorm.layer_norm(x, 1024)
+            assert y.dtype == dtype
+            assert torch.equal(y, axisnorm.layer_norm(x.clone(), 1024))
+
+
+def test_inference_mode_and_gradients_do_not_mix() -> None:
+    with torch.inference_mode():
+        output()
+    leaf = X.clone().requires_grad_()
+    axisnorm.layer_norm(leaf, 1024).sum().backward()
+    with torch.inference_mode():
+        assert torch.equal(output(), CORRECT)
+
+
+def test_the_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pool, "limit", 3 * X.nbytes)
+    held = [output() for _ in range(6)]
+    assert _pool.kept == 3 * X.nbytes
+    assert all(torch.equal(y, CORRECT) for y in held)
+    del held
+    other = values((16384, 1024))
+    for _ in range(3):
+        axisnorm.layer_norm(other, 1024)
+    assert _pool.kept <= 3 * X.nbytes
+
+
+def test_threads_get_memory_of_their_own() -> None:
+    wrong = []
+
+    def work(i: int) -> None:
+        bias = torch.full((1024,), float(i))
+        for _ in range(6):
+            y = axisnorm.layer_norm(X, 1024, None, bias)
+            if not torch.equal(y, CORRECT + i):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_release_from_another_thread() -> None:
+    box = [output()]
+    place = box[0].data_ptr()
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    assert output().data_ptr() == place
+
+
+def test_forked_child() -> None:
+    # The child uses no torch operation: a forked child hangs in torch's own parallel loops.
+    code = """
+import os, torch, axisnorm
+x, zero = torch.randn(8192, 1024), torch.zeros(8192, 1024)
+y = axisnorm.layer_norm(x, 1024)
+kept = y.numpy().tobytes()
+child = os.fork()
+if not child:
+    fine = all(axisnorm.layer_norm(x, 1024).numpy().tobytes() == kept for _ in range(3))
+    axisnorm.layer_norm(zero, 1024)
+    os._exit(0 if fine and y.numpy().tobytes() == kept else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert result.stdout.strip() == "0"
+
+
+def test_switched_off() -> None:
+    code = """
+import torch, axisnorm
+from axisnorm._torch_memory import _pool
+x = torch.randn(8192, 1024)
+for _ in range(3):
+    axisnorm.layer_norm(x, 1024)
+print(_pool.limit, _pool.kept)
+"""
+    environment = {**os.environ, "AXISNORM_POOL": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        timeout=120,
+    )
+    assert result.stdout.strip() == "0 0"
+
+
+def test_small_outputs_are_torchs_business() -> None:
+    axisnorm.layer_norm(values((4, 64)), 64)
+    assert _pool.kept == 0
+    assert X.nbytes >= _torch_memory.LEAST
