@@ -1,0 +1,711 @@
+"""Which elements share a mean, which share a weight: one normalization on one shape, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import reference
+from .._route import Route, choose
+from ..presets import PRESETS
+from ..scheme import ArgumentError, Scheme, Sizes, as_scheme
+from .declared import declared_scheme, function_scheme
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = [
+    "Equivalent",
+    "Explanation",
+    "Worked",
+    "axis_dimensions",
+    "axis_names",
+    "explain",
+    "part_names",
+    "partition",
+    "statistics_dimensions",
+    "with_article",
+]
+
+LISTED_ELEMENTS = 4096
+"""JSON lists arrays element by element up to this size, and says null above."""
+
+MOST_ELEMENTS = 1 << 44
+"""Shapes of more elements are taken for a mistake: 16 TiB at one byte each."""
+
+Partition = tuple[tuple[tuple[int, bool], ...], ...]
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    """A named norm whose elements share means and variances exactly as the explained one's do."""
+
+    name: str
+    scheme: Scheme
+    affine_shape: tuple[int, ...]
+    differences: tuple[str, ...]
+    """What still differs, in sentences. Empty: the two compute the same."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "name": self.name,
+            "scheme": str(self.scheme),
+            "affine_shape": list(self.affine_shape),
+            "same": self.same,
+            "differences": list(self.differences),
+        }
+
+
+@dataclass(frozen=True)
+class Worked:
+    """One group worked through by hand, in float64."""
+
+    group: tuple[int, ...]
+    """Which group: its index in the statistics' shape."""
+    index: tuple[int, ...]
+    """The element of x that is followed to the end."""
+    elements: tuple[float, ...]
+    mean: float
+    var: float
+    rstd: float
+    x: float
+    normalized: float
+    weight: float | None
+    bias: float | None
+    y: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "group": list(self.group),
+            "index": list(self.index),
+            "elements": list(self.elements),
+            "mean": self.mean,
+            "var": self.var,
+            "rstd": self.rstd,
+            "x": self.x,
+            "normalized": self.normalized,
+            "weight": self.weight,
+            "bias": self.bias,
+            "y": self.y,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What one normalization computes on one shape.
+
+    Elements that use the same statistic carry the same number in :attr:`group_index`. With a
+    tensor, :attr:`mean`, :attr:`var` and :attr:`worked` hold its actual numbers.
+    """
+
+    scheme: Scheme
+    sizes: Sizes
+    subject: str
+    """What was asked about, in its own words: a notation, a preset's name, a module's class."""
+    route: Route
+    equivalents: tuple[Equivalent, ...]
+    mean: NDArray[np.float64] | None = None
+    var: NDArray[np.float64] | None = None
+    worked: Worked | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The input's shape."""
+        return self.sizes.shape
+
+    @property
+    def affine_shape(self) -> tuple[int, ...]:
+        """The shape of weight and bias, ``()`` where there are none."""
+        return self.sizes.affine_shape
+
+    @property
+    def statistics_dimensions(self) -> tuple[int, ...]:
+        """The dimensions (split axes as several) along which the statistics used here vary."""
+        return statistics_dimensions(self.sizes)
+
+    @property
+    def statistics_shape(self) -> tuple[int, ...]:
+        """The shape of the mean and variance that are used."""
+        return tuple(self.sizes.expanded[i] for i in self.statistics_dimensions)
+
+    @property
+    def num_groups(self) -> int:
+        """How many means there are."""
+        return math.prod(self.statistics_shape)
+
+    @property
+    def group_size(self) -> int:
+        """How many elements share one mean."""
+        kept = self.statistics_dimensions
+        return math.prod(n for i, n in enumerate(self.sizes.expanded) if i not in kept)
+
+    @cached_property
+    def group_index(self) -> NDArray[np.int64]:
+        """Which statistic each element uses, numbered row-major over the statistics' shape.
+
+        >>> explain("... [d]", (2, 3)).group_index
+        array([[0, 0, 0],
+               [1, 1, 1]])
+        """
+        return _numbered(self.sizes, self.statistics_dimensions)
+
+    @cached_property
+    def affine_index(self) -> NDArray[np.int64]:
+        """Which weight and bias each element uses, as :attr:`group_index` for the statistics."""
+        return _numbered(self.sizes, self.sizes.layout.affine)
+
+    @property
+    def formula(self) -> str:
+        """The formula with this shape's numbers, one equation a line."""
+        return "\n".join(_formula(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as in :meth:`to_json`."""
+        small = math.prod(self.shape) <= LISTED_ELEMENTS
+        moments = self.mean is not None and self.mean.size <= LISTED_ELEMENTS
+        return {
+            "subject": self.subject,
+            "scheme": str(self.scheme),
+            "shape": list(self.shape),
+            "axes": [
+                {"name": name, "size": size, "shares": shares, "affine": affine}
+                for name, size, shares, affine in _axis_roles(self.sizes)
+            ],
+            "num_groups": self.num_groups,
+            "group_size": self.group_size,
+            "statistics_shape": list(self.statistics_shape),
+            "affine_shape": list(self.affine_shape),
+            "group_index": self.group_index.tolist() if small else None,
+            "formula": self.formula.splitlines(),
+            "equivalents": [equivalent.to_dict() for equivalent in self.equivalents],
+            "route": {"engine": self.route.engine, "reason": self.route.reason},
+            "mean": self.mean.tolist() if moments and self.mean is not None else None,
+            "var": self.var.tolist() if moments and self.var is not None else None,
+            "worked": self.worked.to_dict() if self.worked else None,
+        }
+
+    def to_json(self) -> str:
+        """The explanation as JSON. Arrays of more than 4096 elements are null."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
+        """A picture of which elements share a mean, the formula and what computes the same.
+
+        Args:
+            width: columns, the terminal's where None.
+            color: ANSI colours, where None only if standard output is a terminal.
+
+        Raises:
+            ModuleNotFoundError: rich is not installed (``pip install 'axisnorm[lens]'``).
+        """
+        from . import report
+
+        return report.to_text(report.explanation(self), width=width, color=color)
+
+    __str__ = to_text
+
+    def __repr__(self) -> str:
+        return (
+            f"Explanation('{self.scheme}' on {self.shape}: {self.num_groups} means "
+            f"of {self.group_size} elements)"
+        )
+
+
+def explain(subject: Any, shape_or_tensor: Any) -> Explanation:
+    """Say which elements share a mean, where weight and bias vary, and what computes the same.
+
+    Args:
+        subject: a :class:`~axisnorm.Scheme`, its text, a preset's name, a norm module of
+            ``torch.nn`` or ``axisnorm.nn``, or one of their functions
+            (:func:`functools.partial` gives it arguments).
+        shape_or_tensor: the input's shape, or the input: then its own means and variances are
+            computed and one group is worked through.
+
+    Raises:
+        ArgumentError: the subject is no normalization, or does not fit the shape.
+
+    >>> explanation = explain("... [d]", (2, 3, 4))
+    >>> explanation.num_groups, explanation.group_size
+    (6, 4)
+    >>> [equivalent.name for equivalent in explanation.equivalents]
+    ['LayerNorm(4)', 'InstanceNorm', 'GroupNorm(3)']
+    """
+    tensor = None if _is_shape(shape_or_tensor) else shape_or_tensor
+    shape = _shape_of(shape_or_tensor)
+    scheme, weight, bias, running, name = _read_subject(subject, shape)
+    sizes = scheme.layout(len(shape)).sizes(shape)
+    if weight is not None and scheme.affine:
+        sizes.check_parameter("weight", weight.shape)
+    dtype = "float32" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    if not dtype.startswith(("float", "bfloat", "longdouble", "complex")):
+        # Integers stand here for the numbers of an example; a norm does not take them.
+        dtype = "float32"
+    explanation = Explanation(
+        scheme,
+        sizes,
+        name,
+        choose(scheme, shape, dtype, running=scheme.statistics == "running"),
+        tuple(_equivalents(scheme, sizes)),
+    )
+    if tensor is None or math.prod(shape) == 0:
+        return explanation
+    return _with_numbers(explanation, tensor, weight, bias, running)
+
+
+# --------------------------------------------------------------------------------------------
+# The subject and the shape
+
+
+def _read_subject(
+    subject: Any, shape: tuple[int, ...]
+) -> tuple[Scheme, Any, Any, dict[str, Any], str]:
+    """The scheme, its weight, bias and running statistics, and the subject's own name."""
+    if isinstance(subject, (Scheme, str)):
+        scheme = _known_scheme(subject)
+        return scheme, None, None, {}, str(subject)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(subject, torch.nn.Module):
+        found = declared_scheme(subject, len(shape))
+        if found is None:
+            raise ArgumentError(
+                "explain knows the norm modules of torch.nn and axisnorm.nn. "
+                f"{with_article(subject)} came. Run audit on it to see what it computes."
+            )
+        _check_module(subject, found, shape)
+        running = {}
+        if found.statistics == "running":
+            running = {k: getattr(subject, k) for k in ("running_mean", "running_var")}
+        weight, bias = getattr(subject, "weight", None), getattr(subject, "bias", None)
+        return found, weight, bias, running, type(subject).__name__
+    if callable(subject):
+        function: Any = subject
+        given: dict[str, Any] = {}
+        while isinstance(function, functools.partial):
+            if function.args:
+                raise ArgumentError(
+                    "explain reads a partial function's keywords. Positional arguments came. "
+                    "Give them by name, as functools.partial(group_norm, num_groups=4)."
+                )
+            function, given = function.func, {**function.keywords, **given}
+        found = function_scheme(function, given)
+        name = getattr(function, "__name__", type(function).__name__)
+        return found, given.get("weight"), given.get("bias"), {}, name
+    raise ArgumentError(
+        "explain takes a Scheme, its text, a norm module or a norm function. "
+        f"{with_article(subject)} came. Write the axes as a string, as in '... [d]'."
+    )
+
+
+def _known_scheme(subject: Scheme | str) -> Scheme:
+    """The scheme, with a word for presets whose names are not quite right."""
+    name = subject.strip() if isinstance(subject, str) else ""
+    if re.fullmatch(r"\w+(\.\w+)*", name) and name not in PRESETS:
+        # Names are compared without their library too: 'layernorm' is near 'layer_norm'.
+        near = difflib.get_close_matches(name, PRESETS, n=2)
+        last = {preset.split(".", 1)[1]: preset for preset in reversed(list(PRESETS))}
+        near = near or [last[word] for word in difflib.get_close_matches(name, last, n=2)]
+        meant = " or ".join(f"'{preset}'" for preset in near)
+        remedy = f"Did you mean {meant}?" if meant else "axisnorm.PRESETS lists them."
+        raise ArgumentError(
+            "A scheme has brackets, or is a preset's name. "
+            f"There is no such preset as '{name}'. {remedy}"
+        )
+    return as_scheme(subject)
+
+
+def _check_module(module: Any, scheme: Scheme, shape: tuple[int, ...]) -> None:
+    """Refuse a shape that the module's own sizes do not fit, also without parameters."""
+    normalized = getattr(module, "normalized_shape", None)
+    said: Any = getattr(module, "num_features", getattr(module, "num_channels", None))
+    came: Any = said
+    axis = 0 if scheme.axes.startswith("c") else 1
+    where = f"axis {axis}"
+    if normalized is not None:
+        said, came = tuple(normalized), shape[len(shape) - len(normalized) :]
+        where = "trailing axes"
+    elif said is not None and axis < len(shape):
+        came = shape[axis]
+    if came != said:
+        raise ArgumentError(
+            f"A {type(module).__name__} of {said} takes them from the {where}. "
+            f"Shape {shape} has {came} there. Give a shape that fits."
+        )
+
+
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_shape(value: Any) -> bool:
+    return not hasattr(value, "dtype") or not hasattr(value, "shape")
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    if not _is_shape(value):
+        return tuple(int(size) for size in value.shape)
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if any(not hasattr(s, "__index__") or isinstance(s, bool) or s < 0 for s in sizes):
+        raise ArgumentError(
+            "A shape is a tuple of whole numbers. "
+            f"{value!r} came. Give one size an axis, as in (2, 3, 4), or a tensor."
+        )
+    if math.prod(max(int(size), 1) for size in sizes) > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"A shape may have up to 2**{MOST_ELEMENTS.bit_length() - 1} elements. "
+            f"{value!r} came. Give the shape of a tensor that a machine can hold."
+        )
+    return tuple(int(size) for size in sizes)
+
+
+def with_article(value: object) -> str:
+    """What came, to begin a sentence with.
+
+    >>> with_article(3), with_article("...")
+    ('An int', 'A str')
+    """
+    kind = type(value).__name__
+    return f"{'An' if kind[0].lower() in 'aeiou' else 'A'} {kind}"
+
+
+# --------------------------------------------------------------------------------------------
+# Partitions: which elements belong together
+
+
+def statistics_dimensions(sizes: Sizes) -> tuple[int, ...]:
+    """The dimensions, split axes as several, along which the statistics used vary."""
+    # Running statistics are shared along axes that statistics of the batch are kept along:
+    # InstanceNorm has one mean a sample and channel, but one running mean a channel.
+    layout = sizes.layout
+    return layout.running if layout.scheme.statistics == "running" else layout.kept
+
+
+def _numbered(sizes: Sizes, dimensions: Sequence[int]) -> NDArray[np.int64]:
+    shape = [n if i in dimensions else 1 for i, n in enumerate(sizes.expanded)]
+    numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
+    return np.ascontiguousarray(np.broadcast_to(numbers, sizes.expanded)).reshape(sizes.shape)
+
+
+def partition(sizes: Sizes, dimensions: Sequence[int]) -> Partition:
+    """The normal form of a partition: two are the same sets of elements iff these are equal.
+
+    For each axis its factors, outer first, each with whether the partition tells it apart.
+    Factors of one element say nothing and are left out; neighbours of one kind are one factor.
+    Within an axis the strides of the shared factors can be read off the set that holds element
+    0, so different normal forms are different sets.
+    """
+    axes = []
+    for own in axis_dimensions(sizes):
+        factors: list[tuple[int, bool]] = []
+        for dimension in own:
+            size, told = sizes.expanded[dimension], dimension in dimensions
+            if size == 1:
+                continue
+            if factors and factors[-1][1] == told:
+                factors[-1] = (factors[-1][0] * size, told)
+            else:
+                factors.append((size, told))
+        axes.append(tuple(factors))
+    return tuple(axes)
+
+
+def _axis_roles(sizes: Sizes) -> Iterator[tuple[str, int, str, bool]]:
+    """For each axis of the tensor: its name, size, whether it shares a mean, and is affine."""
+    told, affine = statistics_dimensions(sizes), sizes.layout.affine
+    for own, size, name in zip(axis_dimensions(sizes), sizes.shape, axis_names(sizes), strict=True):
+        shared = [i not in told for i in own]
+        shares = "all" if all(shared) else "in part" if any(shared) else "no"
+        yield name, size, shares, any(i in affine for i in own)
+
+
+def axis_dimensions(sizes: Sizes) -> list[range]:
+    """For each axis of the tensor its dimensions, split axes as several."""
+    found = []
+    dimension = 0
+    for parts in sizes.layout.axes:
+        found.append(range(dimension, dimension + len(parts)))
+        dimension += len(parts)
+    return found
+
+
+def part_names(sizes: Sizes) -> tuple[str, ...]:
+    """A short name for every part; the axes of '...' are called i, j, k, ..."""
+    parts = sizes.layout.parts
+    taken = {part.name for part in parts}
+    letters = "ijklmopqrtuvxyz"
+    words = itertools.chain(letters, (f"i{number}" for number in itertools.count(1)))
+    free = (word for word in words if word not in taken)
+    return tuple(next(free) if part.ellipsis else part.name for part in parts)
+
+
+def axis_names(sizes: Sizes) -> tuple[str, ...]:
+    """A name for every axis of the tensor; a split axis is called by its parts."""
+    names = iter(part_names(sizes))
+    return tuple(" ".join(next(names) for _ in axis) for axis in sizes.layout.axes)
+
+
+# --------------------------------------------------------------------------------------------
+# Named norms with the same statistics
+
+
+def _named(sizes: Sizes) -> Iterator[tuple[str, Scheme]]:
+    """The named norms that take a tensor of this shape."""
+    shape = sizes.shape
+    ndim = len(shape)
+    for count in range(1, ndim + 1):
+        trailing = shape[ndim - count :]
+        said = str(trailing[0]) if count == 1 else str(trailing)
+        yield f"LayerNorm({said})", Scheme.layer_norm(ndim=count)
+        yield f"RMSNorm({said})", Scheme.rms_norm(ndim=count)
+    if ndim >= 3:
+        yield "InstanceNorm", Scheme.instance_norm()
+        yield "LayerNorm2d", Scheme.layer_norm_2d()
+    if ndim >= 2:
+        yield "BatchNorm", Scheme.batch_norm()
+        yield "BatchNorm in eval", Scheme.batch_norm(statistics="running")
+        for groups in _divisors(shape[1]):
+            yield f"GroupNorm({groups})", Scheme.group_norm(groups)
+        yield "BatchNorm, channels last", Scheme("[...] c", affine="c")
+    if ndim >= 3:
+        yield "InstanceNorm, channels last", Scheme("n [...] c", affine="c")
+        for groups in _divisors(shape[-1]):
+            scheme = Scheme(f"n [...] (g={groups} [c])", affine="g c")
+            yield f"GroupNorm({groups}), channels last", scheme
+    for axis in range(ndim):
+        names = [f"[a{i}]" if i == axis else f"a{i}" for i in range(ndim)]
+        l2 = Scheme(" ".join(names), center=False, scale="l2", eps=1e-12, eps_placement="max")
+        yield f"functional.normalize(dim={axis})", l2
+
+
+def _divisors(number: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def _equivalents(scheme: Scheme, sizes: Sizes) -> Iterator[Equivalent]:
+    own = partition(sizes, statistics_dimensions(sizes))
+    seen: set[Partition] = set()
+    for name, named in _named(sizes):
+        if (named.center, named.scale == "l2") != (scheme.center, scheme.scale == "l2"):
+            continue
+        if named.statistics != scheme.statistics:
+            continue
+        other = named.layout(len(sizes.shape)).sizes(sizes.shape)
+        if partition(other, statistics_dimensions(other)) != own:
+            continue
+        affine = partition(other, other.layout.affine)
+        if name.endswith("channels last") and affine in seen:
+            continue
+        seen.add(affine)
+        differences = tuple(_differences(name, scheme, sizes, named, other))
+        yield Equivalent(name, named, other.affine_shape, differences)
+
+
+def _differences(
+    name: str, scheme: Scheme, sizes: Sizes, named: Scheme, other: Sizes
+) -> Iterator[str]:
+    if scheme.affine and partition(sizes, sizes.layout.affine) != partition(
+        other, other.layout.affine
+    ):
+        if named.affine:
+            there = f"{_shape_text(other.affine_shape)} along {_affine_axes(other)}"
+        else:
+            there = "none"
+        own = f"{_shape_text(sizes.affine_shape)} along {_affine_axes(sizes)}"
+        yield f"weight and bias: {there}, here {own}"
+    if name.startswith("BatchNorm") and scheme.statistics == "batch":
+        yield "keeps running statistics, and uses them in eval mode"
+    # eps is an argument of every named norm; these are not.
+    for field in ("correction", "scale", "eps_placement", "weight_offset", "rounding"):
+        here, there_value = getattr(scheme, field), getattr(named, field)
+        if here != there_value:
+            yield f"{field}: {_plain(there_value)}, here {_plain(here)}"
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return str(tuple(shape))
+
+
+def _affine_axes(sizes: Sizes) -> str:
+    axes = [i for i, role in enumerate(_axis_roles(sizes)) if role[3]]
+    word = "axis" if len(axes) == 1 else "axes"
+    return f"{word} {', '.join(map(str, axes))}"
+
+
+# --------------------------------------------------------------------------------------------
+# The formula
+
+
+def _formula(explanation: Explanation) -> Iterator[str]:
+    scheme, sizes = explanation.scheme, explanation.sizes
+    names = part_names(sizes)
+    told = explanation.statistics_dimensions
+    n = explanation.group_size
+
+    def at(symbol: str, dimensions: Sequence[int]) -> str:
+        return f"{symbol}[{', '.join(names[i] for i in dimensions)}]" if dimensions else symbol
+
+    mean, var = at("mean", told), at("var", told)
+    over = ", ".join(names[i] for i in range(len(names)) if i not in told)
+    over = f" over {over}" if over else ""
+    eps = "eps" if scheme.eps is None else f"{scheme.eps:g}"
+    center = scheme.center
+    spread = var if center or scheme.scale == "std" else at("meansquare", told)
+    root = {
+        "l2": f"sqrt({at('sumsquare', told)}",
+        "var": f"({var}",
+        "sqrt_std": f"sqrt(sqrt({var})",
+    }.get(scheme.scale, f"sqrt({spread}")
+    if scheme.eps_placement == "variance":
+        below = f"{root} + {eps})"
+    elif scheme.eps_placement == "std":
+        below = f"({root}) + {eps})"
+    else:
+        below = f"max({root}), {eps})"
+    result = f"(x - {mean}) / {below}" if center else f"x / {below}"
+    if scheme.affine:
+        weight, bias = at("weight", sizes.layout.affine), at("bias", sizes.layout.affine)
+        offset = f"({_plain(scheme.weight_offset)} + {weight})" if scheme.weight_offset else weight
+        if scheme.rounding == "before_affine":
+            result = f"round({result})"
+        result += f" * {offset}" + (f" + {bias}" if center else "")
+    yield f"y = {result}"
+    if scheme.statistics == "running":
+        yield f"{mean}, {var}: running averages of earlier batches, not of this one"
+        return
+    if center or scheme.scale == "std":
+        yield f"{mean} = 1/{_divisor(n, 0)} * sum of x{over}"
+        yield f"{var} = 1/{_divisor(n, scheme.correction)} * sum of (x - {mean})^2{over}"
+    elif scheme.scale == "l2":
+        yield f"{at('sumsquare', told)} = sum of x^2{over}"
+    else:
+        yield f"{spread} = 1/{_divisor(n, scheme.correction)} * sum of x^2{over}"
+    if scheme.eps is None:
+        yield "eps = the machine epsilon of the type that is computed in (float32: 1.19e-07)"
+
+
+def _divisor(n: int, correction: float) -> str:
+    """What a sum over n elements is divided by, in letters where there are none."""
+    if n == 0:
+        return f"(n - {correction:g})" if correction else "n"
+    left = n - correction
+    return str(int(left)) if left == int(left) else str(left)
+
+
+# --------------------------------------------------------------------------------------------
+# The numbers of one tensor
+
+
+def _double(value: Any) -> NDArray[np.float64] | None:
+    if value is None:
+        return None
+    if _is_torch(value):
+        value = value.detach().cpu().double().numpy()
+    return np.asarray(value).astype(np.float64)
+
+
+def _with_numbers(
+    explanation: Explanation, tensor: Any, weight: Any, bias: Any, running: dict[str, Any]
+) -> Explanation:
+    scheme = explanation.scheme
+    if scheme.statistics == "running" and not running:
+        raise ArgumentError(
+            f"'{scheme}' normalizes with running statistics. None came with the tensor. "
+            "Explain the module that holds them, or give only the shape."
+        )
+    x = _double(tensor)
+    w, b = _double(weight), _double(bias)
+    stored = {name: _double(value) for name, value in running.items()}
+    if x is None or not np.isfinite(x).all():
+        raise ArgumentError(
+            "A group is worked through on finite numbers. The tensor holds NaN or infinity. "
+            "Give only its shape, or another tensor."
+        )
+    y, moments = reference.forward(x, scheme, w, b, **stored)
+    mean = np.asarray(moments.mean, dtype=np.float64).reshape(explanation.statistics_shape)
+    var = np.asarray(moments.var, dtype=np.float64).reshape(explanation.statistics_shape)
+    rstd = np.asarray(moments.rstd, dtype=np.float64).reshape(explanation.statistics_shape)
+    members = explanation.group_index == 0
+    index = tuple(int(i) for i in np.argwhere(members)[0])
+    own = int(explanation.affine_index[index])
+    plain = scheme.replace(affine="")
+    normalized, _ = reference.forward(x, plain, **stored)
+    worked = Worked(
+        group=tuple(0 for _ in explanation.statistics_shape),
+        index=index,
+        elements=tuple(x[members].tolist()),
+        mean=float(mean.flat[0]),
+        var=float(var.flat[0]),
+        rstd=float(rstd.flat[0]),
+        x=float(x[index]),
+        normalized=float(normalized[index]),
+        weight=None if w is None else float(w.flat[own]),
+        bias=None if b is None else float(b.flat[own]),
+        y=float(y[index]),
+    )
+    return dataclasses.replace(explanation, mean=mean, var=var, worked=worked)
+
+
+# --------------------------------------------------------------------------------------------
+# The command line
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``axisnorm explain``."""
+    parser.add_argument("scheme", help="a scheme such as '... [d]', or a preset's name")
+    parser.add_argument("shape", help="the input's shape, as in 2,3,4")
+    parser.add_argument(
+        "--sizes", metavar="NAME=SIZE,...", help="sizes of named axes or their parts, as in g=2,c=4"
+    )
+
+
+def execute(options: argparse.Namespace) -> tuple[Explanation, int]:
+    """Run ``axisnorm explain``: the result and the exit status."""
+    came = options.shape.strip()
+    if not re.fullmatch(r"([0-9]+(\s*[,x]\s*|\s+|$))*", came.strip("()[] ")):
+        raise ArgumentError(
+            f"A shape is a list of whole numbers. '{came}' came. Write it as 2,3,4."
+        )
+    subject: Scheme | str = options.scheme
+    if options.sizes is not None:
+        subject = _known_scheme(subject).with_sizes(_sizes_said(options.sizes))
+    # int() refuses numbers of thousands of digits; twenty are too many here already.
+    words = [word[:20] for word in re.findall(r"[0-9]+", came)]
+    return explain(subject, tuple(int(word) for word in words)), 0
+
+
+def _sizes_said(text: str) -> dict[str, int]:
+    """``"g=2,c=4"`` as a dict."""
+    found = {}
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]{1,18})\s*", word)
+        if match is None:
+            raise ArgumentError(
+                f"Sizes are names with whole numbers. '{text}' came. Write them as g=2,c=4."
+            )
+        found[match[1]] = int(match[2])
+    return found

@@ -1,0 +1,279 @@
+"""explain: exact group indices, equivalents, formulas, worked numbers and pictures."""
+
+import functools
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import axisnorm.nn
+from axisnorm.lens.explain import explain, partition
+from axisnorm.scheme import ArgumentError, Scheme
+
+WHICH_MEAN = (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "means"),
+    [("b s [d]", 6), ("b [s d]", 2), ("[b] s [d]", 3), ("n c [...]", 6)],
+)
+def test_which_mean(scheme, means):
+    found = explain(scheme, WHICH_MEAN)
+    assert found.num_groups == means
+    assert found.group_size == 24 // means
+    assert len(np.unique(found.group_index)) == means
+
+
+def test_group_index_is_exact():
+    b, s, _ = np.indices(WHICH_MEAN)
+    np.testing.assert_array_equal(explain("b s [d]", WHICH_MEAN).group_index, 3 * b + s)
+    np.testing.assert_array_equal(explain("[b] s [d]", WHICH_MEAN).group_index, s)
+    n, c, h, w = np.indices((2, 6, 2, 3))
+    grouped = explain("n (g=3 [c]) [h w]; affine=g c", (2, 6, 2, 3))
+    np.testing.assert_array_equal(grouped.group_index, 3 * n + c // 2)
+    np.testing.assert_array_equal(grouped.affine_index, c)
+    # A bracket outside: channels are shared with a stride.
+    strided = explain("n ([g=3] c) h w", (2, 6, 2, 3))
+    expected = ((n * 2 + c % 2) * 2 + h) * 3 + w
+    np.testing.assert_array_equal(strided.group_index, expected)
+
+
+def test_running_statistics_are_shared_by_the_batch():
+    batch = explain("n c [...]; affine=c", (2, 3, 4))
+    running = explain("n c [...]; affine=c; statistics=running", (2, 3, 4))
+    assert (batch.num_groups, running.num_groups) == (6, 3)
+    np.testing.assert_array_equal(running.group_index, np.indices((2, 3, 4))[1])
+
+
+def by_name(found):
+    return {equivalent.name: equivalent for equivalent in found.equivalents}
+
+
+def test_is_instance_norm_a_kind_of_layer_norm():
+    names = by_name(explain("... [d]; affine=d", WHICH_MEAN))
+    assert list(names) == ["LayerNorm(4)", "InstanceNorm", "GroupNorm(3)"]
+    assert names["LayerNorm(4)"].same
+    assert names["InstanceNorm"].affine_shape == (3,)
+    assert names["InstanceNorm"].differences == (
+        "weight and bias: (3,) along axis 1, here (4,) along axis 2",
+    )
+    # Without weight and bias there is no difference at all.
+    assert by_name(explain("... [d]", WHICH_MEAN))["InstanceNorm"].same
+
+
+def test_group_norm_of_one_group_and_layer_norm_over_the_image():
+    names = by_name(explain("n [c h w]; affine=c h w", (2, 3, 4, 5)))
+    assert names["LayerNorm((3, 4, 5))"].same
+    assert names["GroupNorm(1)"].affine_shape == (3,)
+    assert not names["GroupNorm(1)"].same
+
+
+def test_equal_sizes_do_not_make_equal_parameters():
+    """(4,) along axis 1 is not (4,) along axis 2."""
+    names = by_name(explain("... [d]; affine=d", (2, 4, 4)))
+    assert not names["InstanceNorm"].same
+
+
+def test_differences_in_constants_are_said():
+    found = by_name(explain("... [d]; affine=d; correction=1; eps_placement=std", (2, 3, 4)))
+    assert found["LayerNorm(4)"].differences == (
+        "correction: 0, here 1",
+        "eps_placement: variance, here std",
+    )
+    assert [e.name for e in explain("llama.rms_norm", (2, 3, 4)).equivalents] == ["RMSNorm(4)"]
+
+
+def test_equal_partitions_are_those_with_equal_group_indices():
+    """The normal form decides as the group indices themselves do, for every pair."""
+    schemes = [
+        "a b c [d]", "a b [c d]", "a [b c d]", "[a b c d]", "[a] b c d", "[a] b [c d]",
+        "a [b] c d", "a (g=2 [b]) c d", "a ([g=2] b) c d", "a (g=3 [b]) [c d]",
+        "a (g=6 [b]) c d", "a (g=1 [b]) c d", "a (g=2 [b] e=3) c d", "a b ([c] e=2) d",
+    ]  # fmt: skip
+    for shape in [(2, 6, 2, 3), (1, 6, 2, 1), (2, 6, 4, 1), (3, 6, 2, 2)]:
+        found = [explain(scheme, shape) for scheme in schemes]
+        for one, other in itertools.combinations(found, 2):
+            same_form = partition(one.sizes, one.statistics_dimensions) == partition(
+                other.sizes, other.statistics_dimensions
+            )
+            # Equal sets: each index of one belongs to one index of the other.
+            pairs = np.unique(
+                np.stack([one.group_index.ravel(), other.group_index.ravel()]), axis=1
+            ).shape[1]
+            assert same_form == (pairs == one.num_groups == other.num_groups), (
+                one.scheme, other.scheme, shape)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "groups"),
+    [
+        (torch.nn.LayerNorm(4), (2, 3, 4), 6),
+        (torch.nn.LayerNorm((3, 4)), (2, 3, 4), 2),
+        (torch.nn.RMSNorm(4), (2, 3, 4), 6),
+        (torch.nn.GroupNorm(2, 4), (3, 4, 5), 6),
+        (torch.nn.BatchNorm2d(3), (2, 3, 4, 4), 3),
+        (torch.nn.InstanceNorm1d(3), (2, 3, 4), 6),
+        (torch.nn.InstanceNorm1d(3), (3, 4), 3),
+        (axisnorm.nn.LayerNorm(4), (2, 3, 4), 6),
+        (axisnorm.nn.LayerNorm2d(3), (2, 3, 4, 5), 40),
+        (axisnorm.nn.Norm("n [c] h w", affine="c", sizes={"c": 3}), (2, 3, 4, 5), 40),
+    ],
+)
+def test_modules(module, shape, groups):
+    found = explain(module, shape)
+    assert found.num_groups == groups
+    assert found.subject == type(module).__name__
+
+
+def test_functions():
+    assert explain(torch.nn.functional.instance_norm, (2, 3, 4)).num_groups == 6
+    assert explain(torch.nn.functional.layer_norm, (2, 3, 4)).num_groups == 6
+    four = functools.partial(axisnorm.group_norm, num_groups=2, eps=1e-3)
+    assert explain(four, (3, 4, 5)).num_groups == 6
+    assert explain(four, (3, 4, 5)).scheme.eps == 1e-3
+    with pytest.raises(ArgumentError, match="num_groups"):
+        explain(torch.nn.functional.group_norm, (3, 4, 5))
+    with pytest.raises(ArgumentError, match="softmax"):
+        explain(torch.nn.functional.softmax, (3, 4, 5))
+
+
+ARTICLE = [[1, 2, 4, 1], [6, 3, 2, 4], [2, 4, 6, 1]]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_the_article_by_hand(make):
+    found = explain("... [d]", make(ARTICLE))
+    np.testing.assert_allclose(found.mean, [2.0, 3.75, 3.25])
+    np.testing.assert_allclose(found.var, [1.5, 2.1875, 3.6875])
+    worked = found.worked
+    assert worked.elements == (1, 2, 4, 1)
+    assert worked.rstd == pytest.approx(1 / 1.224749, abs=1e-6)
+    assert worked.normalized == pytest.approx(-0.8165, abs=5e-5)
+    assert "(1 - 2) * 0.81649 = -0.81649" in found.to_text(width=100, color=False)
+
+
+def test_a_module_is_worked_with_its_parameters():
+    norm = torch.nn.LayerNorm(4)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([2.0, 3.0, 4.0, 5.0]))
+        norm.bias.fill_(0.5)
+    x = torch.tensor(ARTICLE, dtype=torch.float32)
+    worked = explain(norm, x).worked
+    assert (worked.weight, worked.bias) == (2.0, 0.5)
+    assert worked.y == pytest.approx(norm(x)[0, 0].item(), abs=1e-6)
+
+
+def test_running_statistics_of_a_module_are_the_ones_used():
+    norm = torch.nn.BatchNorm1d(2).eval()
+    norm.running_mean.copy_(torch.tensor([0.0, 5.0]))
+    norm.running_var.copy_(torch.tensor([4.0, 25.0]))
+    found = explain(norm, torch.tensor([[1.0, 10.0], [3.0, 20.0]]))
+    np.testing.assert_allclose(found.mean, [0, 5])
+    np.testing.assert_allclose(found.var, [4, 25])
+    assert found.worked.normalized == pytest.approx(0.5, abs=1e-5)
+
+
+def test_formula_has_the_numbers_of_the_shape():
+    lines = explain("... [d]; affine=d", WHICH_MEAN).formula.splitlines()
+    assert lines == [
+        "y = (x - mean[i, j]) / sqrt(var[i, j] + 1e-05) * weight[d] + bias[d]",
+        "mean[i, j] = 1/4 * sum of x over d",
+        "var[i, j] = 1/4 * sum of (x - mean[i, j])^2 over d",
+    ]
+    bessel = explain("b [d]; correction=1; eps_placement=std", (2, 4)).formula
+    assert "1/3 * sum" in bessel and "(sqrt(var[b]) + 1e-05)" in bessel
+
+
+def test_picture_reads_without_colour():
+    text = explain("b s [d]; affine=d", WHICH_MEAN).to_text(width=100, color=False)
+    assert " A  A  A  A    D  D  D  D " in text
+    assert " a  b  c  d    a  b  c  d" in text
+    assert "\x1b" not in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert "\x1b" in explain("b s [d]", WHICH_MEAN).to_text(width=100, color=True)
+
+
+def test_large_shapes_are_drawn_as_a_sample():
+    text = explain("n (g=4 [c]) [h w]; affine=g c", (64, 512, 224, 224)).to_text(
+        width=100, color=False
+    )
+    lines = text.splitlines()
+    assert len(lines) < 45 and max(map(len, lines)) <= 100
+    # Two neighbouring channels share a mean, the last channel has another one.
+    assert "n 0, g c 0" in text and "n 0, g c 511" in text
+    assert " A  A ... A    A  A ... A   ...   B  B ... B" in text
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape"),
+    [("[...]", ()), ("[d]", (5,)), ("n [c] ...", (2, 0, 3)), ("a b c d e [f]", (9, 3, 2, 2, 2, 3)),
+     ("[d]", (1,)), ("... [d]", (30, 40))],
+)  # fmt: skip
+def test_every_rank_is_drawn(scheme, shape):
+    found = explain(scheme, shape)
+    text = found.to_text(width=80, color=False)
+    assert str(found.scheme) in text
+    assert json.loads(found.to_json())["num_groups"] == found.num_groups
+    if 0 in shape:
+        assert "no elements" in text
+
+
+def test_divisors_are_whole_numbers_and_never_zero():
+    assert "1/1000000 * sum of (x" in explain("[d]", (1000000,)).formula
+    assert "1/999999 * sum of (x" in explain("[d]; correction=1", (1000000,)).formula
+    assert "1/n * sum of x" in explain("[d]", (0,)).formula
+
+
+def test_a_split_axis_is_one_axis_and_none_is_broken():
+    shape = (2, 8, 128, 128, 128, 128)
+    text = explain("n (g=2 [c]) [...]", shape).to_text(width=40, color=False)
+    assert "n 2 x (g 2 c 4) x" in text
+    for name in "ijkl":
+        assert f"{name} 128" in text
+
+
+def test_json_is_stable():
+    data = json.loads(explain("... [d]; affine=d", WHICH_MEAN).to_json())
+    assert list(data) == [
+        "subject", "scheme", "shape", "axes", "num_groups", "group_size", "statistics_shape",
+        "affine_shape", "group_index", "formula", "equivalents", "route", "mean", "var", "worked",
+    ]  # fmt: skip
+    assert data["axes"][2] == {"name": "d", "size": 4, "shares": "all", "affine": True}
+    assert data["group_index"][1][2] == [5, 5, 5, 5]
+    assert json.loads(explain("... [d]", (100, 100)).to_json())["group_index"] is None
+
+
+@pytest.mark.parametrize(
+    ("subject", "shape"),
+    [
+        ("b s [d]", (2, 3)),
+        ("... [d", (2, 3)),
+        ("n (g=4 [c])", (2, 6)),
+        (torch.nn.Linear(3, 3), (2, 3)),
+        (torch.nn.LayerNorm(5), (2, 3)),
+        (torch.nn.LayerNorm(5, elementwise_affine=False), (2, 3)),
+        (3, (2, 3)),
+        ("[d]", ("a",)),
+        ("[d]", (-1,)),
+        ("[d]", np.array([1.0, np.nan])),
+        ("[n] c; statistics=running", np.ones((2, 3))),
+    ],
+)
+def test_wrong_use(subject, shape):
+    with pytest.raises(ArgumentError):
+        explain(subject, shape)
+
+
+def test_without_rich_the_extra_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "axisnorm.lens.report", raising=False)
+    monkeypatch.delattr("axisnorm.lens.report", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    found = explain(Scheme.layer_norm(), (2, 3))
+    assert found.num_groups == 2
+    with pytest.raises(ModuleNotFoundError, match=r"axisnorm\[lens\]"):
+        found.to_text()
