@@ -10,6 +10,7 @@
 #include <nanobind/ndarray.h>
 #include <stdint.h>
 
+#include <initializer_list>
 #include <new>
 
 #include "dispatch.h"
@@ -41,7 +42,7 @@ struct {
   PyObject *compiler, *forward_ad;
 } watch;
 
-PyObject *apply_node;     // _ShortNorm.apply(x, weight, bias, constants) -> y
+PyObject *apply_node;     // _ShortNorm.apply(x, weight, bias, (y, stats, constants)) -> y
 PyObject *long_backward;  // (ctx, grad): what short_backward leaves alone
 
 // Names of attributes, made once.
@@ -340,38 +341,34 @@ PyObject *short_way(PyObject *const *args) {
       !answers_quiet(watch.grad_enabled) &&
       (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
   if (!gradient) return compute(args, nullptr);
-  Job job = {};
-  Reading x;
-  if (!read_common(args, job, x)) return unsure();  // before a node is made
+  PyObject *stats = nullptr, *y = compute(args, &stats);
+  if (!stats) return y;  // unsure, or an error
   PyObject *shape = PySequence_Tuple(args[SHAPE]);  // a list of the caller's could change
-  if (!shape) return nullptr;
   PyObject *constants =
-      PyTuple_Pack(5, shape, args[EPS], args[OFFSET], args[CENTER], args[ROUNDED]);
-  Py_DECREF(shape);
-  if (!constants) return nullptr;
-  PyObject *y = PyObject_CallFunctionObjArgs(apply_node, args[X], args[WEIGHT], args[BIAS],
-                                             constants, nullptr);
-  Py_DECREF(constants);
-  return y;
+      shape ? PyTuple_Pack(5, shape, args[EPS], args[OFFSET], args[CENTER], args[ROUNDED]) : nullptr;
+  // Within a tuple, y is no input of the node.
+  PyObject *found = y && constants ? PyTuple_Pack(3, y, stats, constants) : nullptr;
+  PyObject *result = found ? PyObject_CallFunctionObjArgs(apply_node, args[X], args[WEIGHT],
+                                                          args[BIAS], found, nullptr)
+                           : nullptr;
+  for (PyObject *used : {y, stats, shape, constants, found}) Py_XDECREF(used);
+  return result;
 }
 
-// node_forward(ctx, x, weight, bias, constants) -> y: forward of the autograd node
+// node_forward(ctx, x, weight, bias, (y, stats, constants)) -> y: keeps what backward needs
 PyObject *node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 5) return unsure();
-  PyObject *ctx = args[0], *constants = args[4];
-  PyObject *common[COMMON];
-  for (int i = 0; i < COMMON; i++)
-    common[i] = i < 3 ? args[1 + i] : PyTuple_GetItem(constants, i - 3);
-  PyObject *stats = nullptr, *y = compute(common, &stats);
-  PyObject *saved = stats ? PyTuple_Pack(3, args[1], args[2], args[3]) : nullptr;
-  if (!saved || PyObject_SetAttr(ctx, names.to_save, saved) ||
-      PyObject_SetAttr(ctx, names.stats, stats) ||
-      PyObject_SetAttr(ctx, names.constants, constants))
-    Py_CLEAR(y);
+  if (count != 5) {
+    PyErr_SetString(PyExc_TypeError, "node_forward takes 5 arguments");
+    return nullptr;
+  }
+  PyObject *ctx = args[0], *y = PyTuple_GetItem(args[4], 0);
+  PyObject *saved = y ? PyTuple_Pack(3, args[1], args[2], args[3]) : nullptr;
+  const bool fine = saved && !PyObject_SetAttr(ctx, names.to_save, saved) &&
+                    !PyObject_SetAttr(ctx, names.stats, PyTuple_GetItem(args[4], 1)) &&
+                    !PyObject_SetAttr(ctx, names.constants, PyTuple_GetItem(args[4], 2));
   Py_XDECREF(saved);
-  Py_XDECREF(stats);
-  if (!y && !PyErr_Occurred())
-    PyErr_SetString(PyExc_RuntimeError, "a tensor changed while it was normalized");
+  if (!fine) return nullptr;
+  Py_INCREF(y);
   return y;
 }
 

@@ -103,7 +103,7 @@ def _nothing(*_: Any) -> None:
 
 
 class _ShortNorm(Function):
-    """The autograd node of the short way: forward(ctx, x, weight, bias, constants)."""
+    """The autograd node of the short way: forward(ctx, x, weight, bias, (y, stats, constants))."""
 
     forward = staticmethod(_native.node_forward if _native else _nothing)
 
