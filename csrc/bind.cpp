@@ -2,10 +2,16 @@
 // through torch_door.cpp. Every address was checked in Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -24,62 +30,142 @@ std::vector<std::string> isa_names() {
 // An array's address, whatever its type and strides, writable or not.
 uintptr_t address(nb::ndarray<nb::ro> array) { return (uintptr_t)array.data(); }
 
-// What forward and backward have in common.
-Job job_of(uintptr_t x, uintptr_t weight, uintptr_t stats, int64_t rows, int64_t n,
-           int64_t x_stride, int dtype, int weight_dtype, int bias_dtype, bool center,
-           bool rounded, double eps, double divisor, double weight_offset) {
+// A tensor: its address (0: there is none) and its strides in elements, one for each of its axes.
+typedef std::pair<uintptr_t, std::vector<int64_t>> Given;
+
+// The parts of the axes as _route.axes wrote them: four numbers each.
+axisnorm::Problem problem_of(nb::bytes axes) {
+  axisnorm::Problem problem = {};
+  struct Part {
+    int64_t size, role, axis, inner;
+  };
+  const Part *parts = (const Part *)axes.c_str();
+  problem.axes = (int)(axes.size() / sizeof(Part));
+  if (problem.axes > axisnorm::MAX_AXES) throw nb::value_error("too many axes");
+  for (int i = 0; i < problem.axes; i++) {
+    axisnorm::Axis &axis = problem.axis[i];
+    axis.size = parts[i].size;
+    axis.reduced = parts[i].role & 1;
+    axis.affine = parts[i].role & 2;
+    axis.running = parts[i].role & 4;
+  }
+  return problem;
+}
+
+// Enters the strides of one tensor.
+void set_strides(axisnorm::Problem &problem, nb::bytes axes, const Given &given,
+                 int64_t axisnorm::Axis::*member) {
+  const int64_t *parts = (const int64_t *)axes.c_str();
+  for (int i = 0; i < problem.axes; i++)
+    problem.axis[i].*member = given.second.at((size_t)parts[4 * i + 2]) * parts[4 * i + 3];
+}
+
+// What is the same for forward and backward: (dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype,
+// center, rounded, eps, correction, weight_offset).
+typedef std::tuple<int, int, int, int, int, bool, bool, double, double, double> Constants;
+
+void set_constants(const Constants &constants, Job &job, Task &task, double group_size) {
+  std::tie(job.dtype, job.weight_dtype, job.bias_dtype, task.running_mean_dtype,
+           task.running_var_dtype, std::ignore, std::ignore, job.eps, task.correction,
+           job.weight_offset) = constants;
+  job.center = std::get<5>(constants);
+  job.rounded = std::get<6>(constants);
+  const double free = group_size - task.correction;
+  job.divisor = free > 0 ? free : 1;
+}
+
+// Why there is no plan for tensors of these strides, or None: then y, and what else was asked for, is
+// written.
+std::optional<std::string> forward(nb::bytes axes, const Given &x, const Given &y,
+                                   const Given &mask, uintptr_t weight, uintptr_t bias,
+                                   uintptr_t running_mean, uintptr_t running_var, uintptr_t stats,
+                                   uintptr_t var, uintptr_t count, const Constants &constants) {
+  axisnorm::Problem problem = problem_of(axes);
+  set_strides(problem, axes, x, &axisnorm::Axis::x);
+  if ((problem.has_y = y.first)) set_strides(problem, axes, y, &axisnorm::Axis::y);
+  if ((problem.has_mask = mask.first)) set_strides(problem, axes, mask, &axisnorm::Axis::mask);
+  problem.has_running = running_mean;
+  const axisnorm::Plan plan = axisnorm::make_plan(problem);
+  if (plan.refused) return plan.refused;
   Job job = {};
-  job.dtype = dtype;
-  job.weight_dtype = weight_dtype;
-  job.bias_dtype = bias_dtype;
-  job.center = center;
-  job.rounded = rounded;
-  job.eps = eps;
-  job.divisor = divisor;
-  job.weight_offset = weight_offset;
-  job.rows = rows;
-  job.n = n;
-  job.x_stride = x_stride;
-  job.x = (const void *)x;
+  Task task = {};
+  set_constants(constants, job, task, (double)plan.nest.group_size);
+  job.x = (const void *)x.first;
+  job.y = (void *)y.first;
   job.weight = (const void *)weight;
-  job.stats = (void *)stats;
-  return job;
-}
-
-void forward(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t y, uintptr_t stats,
-             uintptr_t var, int64_t rows, int64_t n, int64_t x_stride, int64_t y_stride, int dtype,
-             int weight_dtype, int bias_dtype, bool center, bool rounded, double eps,
-             double divisor, double weight_offset) {
-  Job job = job_of(x, weight, stats, rows, n, x_stride, dtype, weight_dtype, bias_dtype, center,
-                   rounded, eps, divisor, weight_offset);
   job.bias = (const void *)bias;
-  job.y = (void *)y;
-  job.y_stride = y_stride;
+  job.stats = (void *)stats;
   job.var = (void *)var;
-  axisnorm::forward(job);
+  task.mask = (const unsigned char *)mask.first;
+  task.running_mean = (const void *)running_mean;
+  task.running_var = (const void *)running_var;
+  task.count = (double *)count;
+  nb::gil_scoped_release release;
+  axisnorm::forward(plan, job, task);
+  return {};
 }
 
-void backward(uintptr_t grad, uintptr_t x, uintptr_t weight, uintptr_t stats, uintptr_t dx,
-              uintptr_t dweight, uintptr_t dbias, int64_t rows, int64_t n, int64_t grad_stride,
-              int64_t x_stride, int64_t dx_stride, int dtype, int weight_dtype, int bias_dtype,
-              bool center, bool rounded, double eps, double divisor, double weight_offset) {
-  Job job = job_of(x, weight, stats, rows, n, x_stride, dtype, weight_dtype, bias_dtype, center,
-                   rounded, eps, divisor, weight_offset);
-  job.grad = (const void *)grad;
-  job.grad_stride = grad_stride;
-  job.dx = (void *)dx;
-  job.dx_stride = dx_stride;
+std::optional<std::string> backward(nb::bytes axes, const Given &grad, const Given &x,
+                                    const Given &dx, const Given &mask, uintptr_t weight,
+                                    uintptr_t bias, uintptr_t running_mean, uintptr_t running_var,
+                                    uintptr_t stats, uintptr_t dweight, uintptr_t dbias,
+                                    const Constants &constants) {
+  axisnorm::Problem problem = problem_of(axes);
+  set_strides(problem, axes, x, &axisnorm::Axis::x);
+  set_strides(problem, axes, grad, &axisnorm::Axis::grad);
+  problem.has_grad = true;
+  if ((problem.has_dx = dx.first)) set_strides(problem, axes, dx, &axisnorm::Axis::dx);
+  if ((problem.has_mask = mask.first)) set_strides(problem, axes, mask, &axisnorm::Axis::mask);
+  problem.has_running = running_mean;
+  const axisnorm::Plan plan = axisnorm::make_plan(problem);
+  if (plan.refused) return plan.refused;
+  Job job = {};
+  Task task = {};
+  set_constants(constants, job, task, (double)plan.nest.group_size);
+  job.grad = (const void *)grad.first;
+  job.x = (const void *)x.first;
+  job.dx = (void *)dx.first;
+  job.weight = (const void *)weight;
+  job.bias = (const void *)bias;  // it is there: not read
+  job.stats = (void *)stats;
   job.dweight = (void *)dweight;
   job.dbias = (void *)dbias;
-  axisnorm::backward(job);
+  task.mask = (const unsigned char *)mask.first;
+  task.running_mean = (const void *)running_mean;
+  task.running_var = (const void *)running_var;
+  nb::gil_scoped_release release;
+  axisnorm::backward(plan, job, task);
+  return {};
+}
+
+// The loops for a tensor of these strides: "rows", "lines" or "lanes", or why there are none.
+std::string loops(nb::bytes axes, const std::vector<int64_t> &strides, bool masked, bool running) {
+  axisnorm::Problem problem = problem_of(axes);
+  set_strides(problem, axes, {1, strides}, &axisnorm::Axis::x);
+  if ((problem.has_mask = masked)) set_strides(problem, axes, {1, strides}, &axisnorm::Axis::mask);
+  problem.has_running = running;
+  const axisnorm::Plan plan = axisnorm::make_plan(problem);
+  return plan.refused ? plan.refused : plan.rows ? "rows" : plan.nest.lanes ? "lanes" : "lines";
+}
+
+// Moves running statistics; see norm.h.
+void move(uintptr_t mean, uintptr_t var, int mean_dtype, int var_dtype, int64_t channels,
+          int64_t averaged, int64_t inner, uintptr_t stats, uintptr_t group_var, uintptr_t count,
+          double group_size, double correction, double running_correction, double momentum,
+          int dtype) {
+  axisnorm::move({(void *)mean, (void *)var, mean_dtype, var_dtype, channels, averaged, inner,
+                  (const void *)stats, (const void *)group_var, (const double *)count, group_size,
+                  correction, running_correction, momentum, dtype});
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
   m.def("address", &address, nb::arg("array").noconvert());
-  m.def("forward", &forward, nb::call_guard<nb::gil_scoped_release>());
-  m.def("backward", &backward, nb::call_guard<nb::gil_scoped_release>());
+  m.def("forward", &forward);
+  m.def("backward", &backward);
+  m.def("loops", &loops);
+  m.def("move", &move);
   m.def("isa", &axisnorm::isa);
   m.def("set_isa", &axisnorm::set_isa);
   m.def("isa_names", &isa_names);

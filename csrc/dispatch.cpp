@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include <array>
 #include <atomic>
 #include <new>
 #include <string>
@@ -21,7 +22,9 @@ extern const Table table_v4;
 #ifdef HAVE_ISA_v3
 extern const Table table_v3;
 #endif
+#ifdef HAVE_ISA_generic
 extern const Table table_generic;
+#endif
 }
 
 namespace axisnorm {
@@ -41,7 +44,9 @@ const Isa isas[] = {
 #ifdef HAVE_ISA_v3
     {&table_v3, [] { return __builtin_cpu_supports("x86-64-v3") != 0; }},
 #endif
+#ifdef HAVE_ISA_generic
     {&table_generic, [] { return true; }},
+#endif
 };
 constexpr int ISAS = sizeof isas / sizeof *isas;
 
@@ -171,18 +176,18 @@ class Scratch {
  public:
   explicit Scratch(int64_t bytes) : data_(bytes ? small_ : nullptr) {
     if (bytes <= (int64_t)sizeof small_) return;
-    Block &kept = kept_block();
-    if (!kept.used && bytes <= KEPT) {
-      kept.reserve(bytes);
-      kept.used = true;
-      data_ = kept.data;
-    } else {
-      data_ = allocate(bytes);
+    for (Block &block : kept()) {
+      if (block.used || bytes > KEPT) continue;
+      block.reserve(bytes);
+      block.used = true;
+      block_ = &block;
+      data_ = block.data;
+      return;
     }
+    data_ = allocate(bytes);
   }
   ~Scratch() {
-    Block &kept = kept_block();
-    if (data_ && data_ == kept.data) kept.used = false;
+    if (block_) block_->used = false;
     else if (data_ != small_) free(data_);
   }
   Scratch(const Scratch &) = delete;
@@ -211,13 +216,14 @@ class Scratch {
     }
     ~Block() { free(data); }
   };
-  static Block &kept_block() {
-    static thread_local Block kept;
-    return kept;
+  static std::array<Block, 4> &kept() {  // as many as one call needs at once
+    static thread_local std::array<Block, 4> blocks;
+    return blocks;
   }
 
   alignas(64) unsigned char small_[12288];
   void *data_;
+  Block *block_ = nullptr;
 };
 
 // ---- the chunks of backward
@@ -274,6 +280,208 @@ void backward(const Job &job) {
     const int64_t end = tiles * (part + 1) / parts * 64;
     table.merge(&job, &chunks, tiles * part / parts * 64, end < job.n ? end : job.n);
   });
+}
+
+// ---- the nests
+
+namespace {
+
+int64_t element_size(int32_t dtype) { return dtype == F64 ? 8 : dtype == F32 ? 4 : 2; }
+
+alignas(64) const float float_one[16] = {1};
+alignas(64) const double double_one[8] = {1};
+alignas(64) const double zero[8] = {};
+
+// Weight and bias as the nests read them.
+class Parameters {
+ public:
+  Parameters(const Table &table, const Plan &plan, const Job &job, Task &task)
+      : compute_(job.dtype == F64 ? F64 : F32),
+        scratch_(plan.nest.affine_size * element_size(compute_) *
+                 (copied(plan, job.weight, job.weight_dtype, job.weight_offset, job.bias) +
+                  copied(plan, job.bias, job.bias_dtype, 0, job.weight))),
+        next_((char *)scratch_.data()) {
+    const void *one = compute_ == F64 ? (const void *)double_one : float_one;
+    task.weight = take(table, plan, job.weight, job.weight_dtype, job.weight_offset, job.bias, 1, one);
+    task.bias = take(table, plan, job.bias, job.bias_dtype, 0, job.weight, 0, zero);
+  }
+
+ private:
+  bool copied(const Plan &plan, const void *p, int32_t dtype, double offset,
+              const void *other) const {
+    if (!p) return other != nullptr;  // as many ones or zeros as the other one has elements
+    return plan.order.loops || dtype != compute_ || offset != 0;
+  }
+  const void *take(const Table &table, const Plan &plan, const void *p, int32_t dtype,
+                   double offset, const void *other, double missing, const void *constant) {
+    if (!copied(plan, p, dtype, offset, other)) return p ? p : constant;
+    void *out = next_;
+    next_ += plan.nest.affine_size * element_size(compute_);
+    if (p) {
+      table.gather(compute_, dtype, p, &plan.order, offset, out);
+    } else {
+      for (int64_t i = 0; i < plan.nest.affine_size; i++)
+        if (compute_ == F64) ((double *)out)[i] = missing;
+        else ((float *)out)[i] = (float)missing;
+    }
+    return out;
+  }
+
+  int32_t compute_;
+  Scratch scratch_;
+  char *next_;
+};
+
+constexpr int64_t CHUNKS = 32;
+constexpr int64_t SUMS = 8 << 20;  // bytes that the chunks' sums may need, if eight of them suffice
+
+// How the sums for the parameters are laid out; returns their bytes.
+int64_t lay_out_sums(const Nest &nest, const Job &job, Task &task) {
+  task.chunk = 1;
+  if (!nest.lanes && !nest.per_element) return nest.pieces * 2 * 8;
+  if (nest.lanes && nest.per_element)
+    return nest.units * 2 * ceil_div(nest.tile, 16) * 16 * 8;
+  task.pitch = nest.lanes ? nest.affine_size * 16 : ceil_div(nest.affine_size, 16) * 16 + 16;
+  const int64_t bytes = 2 * task.pitch * (job.dtype == F64 ? 8 : 4);
+  int64_t chunks = SUMS / bytes;
+  if (chunks > CHUNKS) chunks = CHUNKS;
+  if (chunks < 8) chunks = 8;
+  task.chunk = ceil_div(nest.units, chunks);
+  return ceil_div(nest.units, task.chunk) * bytes;
+}
+
+void zero_chunk(const Nest &nest, const Job &job, const Task &task, int64_t chunk) {
+  if (!task.sums || nest.lanes == nest.per_element) return;
+  const int64_t bytes = 2 * task.pitch * (job.dtype == F64 ? 8 : 4);
+  memset((char *)task.sums + chunk * bytes, 0, (size_t)bytes);
+}
+
+// body(item) for the items of this thread.
+template <class Body> void share(int64_t part, int64_t parts, int64_t items, const Body &body) {
+  const int64_t end = items * (part + 1) / parts;
+  for (int64_t i = items * part / parts; i < end; i++) body(i);
+}
+
+// All units, each by one thread, or if they are few their parts one step after the other. The results
+// are the same: units and parts, and the order in which sums are merged, follow from the shape.
+template <class Units, class Step, class Then>
+void run(const Plan &plan, const Job &job, Task &task, int64_t slot_bytes, const Units &units,
+         const Step &step, bool backward, const Then &then) {
+  const Nest &nest = plan.nest;
+  const int64_t chunks = ceil_div(nest.units, task.chunk);
+  const int64_t sum_parts = backward ? nest.applied.parts : nest.measured.parts;
+  const int64_t most = sum_parts > nest.applied.parts ? sum_parts : nest.applied.parts;
+  const int threads = threads_for(chunks * most, nest.groups * nest.group_size);
+  const bool whole = threads < 2 || most == 1 || chunks >= 2 * threads;
+  task.slot = slot_bytes;
+  Scratch slots(slot_bytes * (whole ? threads : nest.units) + 64);
+  char *const base = (char *)slots.data();
+  task.slots = whole ? nullptr : base;
+  const bool sums = backward ? task.sums || !task.running_mean : !task.running_mean;
+  std::atomic<bool> again{false}, repair{false};
+  parallel(threads, [&](int64_t part, int64_t parts) {
+    const auto unit_end = [&](int64_t chunk) {
+      const int64_t end = (chunk + 1) * task.chunk;
+      return end < nest.units ? end : nest.units;
+    };
+    if (whole) {
+      share(part, parts, chunks, [&](int64_t chunk) {
+        zero_chunk(nest, job, task, chunk);
+        units(chunk * task.chunk, unit_end(chunk), base + part * slot_bytes);
+      });
+    } else {
+      const auto wait = [&] { if (parts > 1) openmp().barrier(); };
+      const auto single = [&](int which) {
+        share(part, parts, chunks, [&](int64_t chunk) {
+          if (which == START) zero_chunk(nest, job, task, chunk);
+          for (int64_t u = chunk * task.chunk; u < unit_end(chunk); u++) {
+            const int found = step(which, u, 0);
+            if (found == 1) again = true;
+            if (found == 2) repair = true;
+          }
+        });
+        wait();
+      };
+      const auto many = [&](int which, int64_t of) {
+        share(part, parts, chunks * of, [&](int64_t item) {
+          const int64_t chunk = item / of;
+          for (int64_t u = chunk * task.chunk; u < unit_end(chunk); u++) step(which, u, item % of);
+        });
+        wait();
+      };
+      single(START);
+      if (sums) {
+        many(SUM, sum_parts);
+        single(FINISH);
+        if (again) {
+          many(SUM, sum_parts);
+          single(FINISH);
+        }
+      } else if (backward) {
+        single(FINISH);
+      }
+      many(APPLY, nest.applied.parts);
+      if (repair) single(REPAIR);
+    }
+    then(part, parts);
+  });
+}
+
+}  // namespace
+
+void forward(const Plan &plan, Job job, Task task) {
+  if (plan.rows) {
+    set_rows(plan, job);
+    return forward(job);
+  }
+  const Table &table = *selection().current.load(std::memory_order_relaxed);
+  task.job = &job;
+  task.nest = &plan.nest;
+  task.chunk = 1;
+  const Parameters parameters(table, plan, job, task);
+  run(
+      plan, job, task, table.slot(&plan.nest),
+      [&](int64_t u, int64_t end, void *slot) { table.forward_units(&task, u, end, slot); },
+      [&](int which, int64_t u, int64_t p) { return table.forward_step(&task, which, u, p); },
+      false, [](int64_t, int64_t) {});
+}
+
+void backward(const Plan &plan, Job job, Task task) {
+  if (plan.rows) {
+    set_rows(plan, job);
+    return backward(job);
+  }
+  const Table &table = *selection().current.load(std::memory_order_relaxed);
+  const Nest &nest = plan.nest;
+  task.job = &job;
+  task.nest = &nest;
+  const Parameters parameters(table, plan, job, task);
+  const bool params = job.dweight || job.dbias;
+  const int64_t sum_bytes = lay_out_sums(nest, job, task);
+  Scratch sums(params ? sum_bytes : 0);
+  task.sums = params ? sums.data() : nullptr;
+  if (!params) task.chunk = 1;
+  const int64_t size = plan.order.n;  // of the parameter as it is given
+  Scratch merged(params ? (2 * nest.affine_size + size) * 8 : 0);
+  double *const dweight = (double *)merged.data(), *const dbias = dweight + nest.affine_size;
+  run(
+      plan, job, task, table.slot(&nest),
+      [&](int64_t u, int64_t end, void *slot) { table.backward_units(&task, u, end, slot); },
+      [&](int which, int64_t u, int64_t p) { return table.backward_step(&task, which, u, p); },
+      true, [&](int64_t part, int64_t parts) {
+        if (!params) return;
+        if (parts > 1) openmp().barrier();
+        table.merge_affine(&task, dweight, dbias, nest.affine_size * part / parts,
+                           nest.affine_size * (part + 1) / parts);
+      });
+  double *const added = dbias + nest.affine_size;
+  if (job.dweight)
+    table.scatter(job.weight_dtype, dweight, &plan.order, size, added, job.dweight);
+  if (job.dbias) table.scatter(job.bias_dtype, dbias, &plan.order, size, added, job.dbias);
+}
+
+void move(const Running &running) {
+  selection().current.load(std::memory_order_relaxed)->move(&running);
 }
 
 const char *isa() { return selection().current.load()->name; }

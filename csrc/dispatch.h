@@ -1,12 +1,20 @@
 // The C++ interface of the kernels: which instruction set, how many threads.
 #pragma once
 #include "norm.h"
+#include "plan.h"
 
 namespace axisnorm {
 
-// Both may throw std::bad_alloc, before anything is written.
+// All may throw std::bad_alloc, before anything is written.
 void forward(const Job &job);
 void backward(const Job &job);
+
+// Any plan. The task comes with mask, correction, running statistics and count, the job with
+// everything but the sizes of plain rows.
+void forward(const Plan &plan, Job job, Task task);
+void backward(const Plan &plan, Job job, Task task);
+
+void move(const Running &running);
 
 // The instruction set in use. AXISNORM_ISA names another one at first use; where that is unknown or
 // this processor lacks it, isa_error() says so (else null) and the best one is used.

@@ -42,7 +42,7 @@ inline double reciprocal_root(double v) { return v == 0 ? 0 : 1 / __builtin_sqrt
 template <class T, int R> struct Moments {
   Scalar<T> hi[R], lo[R], rstd[R];
   double var[R];
-  bool redo;  // out of the range of the compute type: not valid, to be computed by Exact
+  bool redo;  // of one of them, not valid: to be computed by Exact
 };
 
 // A value near the mean, exactly the common value if all elements are equal.
@@ -59,14 +59,12 @@ template <class T> INLINE Scalar<T> guess_mean(const T *x, int64_t n) {
 
 struct Sums { double s, q; };  // of x - k and of its square
 
-template <class T, bool Center> INLINE Sums sums(const T *x, int64_t n, Scalar<T> k) {
+// Adds n elements to the totals.
+template <class T, bool Center>
+INLINE void add_sums(const T *x, int64_t n, Scalar<T> k, Total<Vector<T>> &total_s,
+                     Total<Vector<T>> &total_q) {
   constexpr int W = lanes<T>;
   typedef Vector<T> V;
-  if (n < W) {  // saves a fifth of the time of such a row
-    const V d = Center ? keep(load(x, n) - k, n) : load(x, n);
-    return {Center ? sum(d) : 0, sum(d * d)};
-  }
-  Total<V> total_s, total_q;
   int64_t i = 0;
   do {
     const int64_t end = smaller(n, i + BLOCK * 4 * W);
@@ -96,12 +94,44 @@ template <class T, bool Center> INLINE Sums sums(const T *x, int64_t n, Scalar<T
     if (Center) total_s.add((s[0] + s[1]) + (s[2] + s[3]));
     total_q.add((q[0] + q[1]) + (q[2] + q[3]));
   } while (i < n);
+}
+
+template <class T, bool Center> INLINE Sums sums(const T *x, int64_t n, Scalar<T> k) {
+  if (n < lanes<T>) {  // saves a fifth of the time of such a row
+    const Vector<T> d = Center ? keep(load(x, n) - k, n) : load(x, n);
+    return {Center ? sum(d) : 0, sum(d * d)};
+  }
+  Total<Vector<T>> total_s, total_q;
+  add_sums<T, Center>(x, n, k, total_s, total_q);
   return {Center ? total_s.value() : 0, total_q.value()};
 }
 
 // Whether hi + lo are the mean with all its digits.
 template <class C> INLINE bool mean_is_safe(double hi, double lo) {
   return __builtin_fabs(hi + lo) >= tiny<C> || (hi == 0 && lo == 0);
+}
+
+template <class C> struct Settled {
+  C lo, rstd;
+  double var;
+  bool redo;  // out of the range of C
+};
+
+// What follows from the sums of n elements around hi.
+template <class T, bool Center>
+INLINE Settled<Scalar<T>> settle(double eps, Scalar<T> hi, Sums a, double n, double divisor) {
+  typedef Scalar<T> C;
+  Settled<C> m;
+  const double lo = a.s / n;
+  double squares = a.q - a.s * lo;
+  if (squares < 0) squares = 0;
+  m.lo = (C)lo;
+  m.var = squares / divisor;
+  m.rstd = (C)reciprocal_root(m.var + eps);
+  m.redo = !finite(squares) || (m.rstd < least_normal<C> && m.rstd >= 0) ||
+           (m.var < tiny<C> && eps < tiny<C>) ||
+           (Center && !(mean_is_safe<C>(hi, lo) && (lo != 0 || a.s == 0)));
+  return m;
 }
 
 // One pass over the row, shifted by a guess of the mean. The variance loses digits by cancellation,
@@ -128,14 +158,11 @@ INLINE Moments<T, R> moments(const Job &job, int64_t r) {
   m.redo = false;
   // All rows at once: the latencies of the root and of the divisions overlap.
   for (int k = 0; k < R; k++) {
-    const double lo = a[k].s / (double)n;
-    double squares = a[k].q - a[k].s * lo;
-    if (squares < 0) squares = 0;
-    m.lo[k] = (Scalar<T>)lo;
-    m.var[k] = squares / job.divisor;
-    m.rstd[k] = (Scalar<T>)reciprocal_root(m.var[k] + job.eps);
-    m.redo |= !finite(squares) || (m.rstd[k] < least_normal<Scalar<T>> && m.rstd[k] >= 0) || (m.var[k] < tiny<Scalar<T>> && job.eps < tiny<Scalar<T>>) ||
-              (Center && !(mean_is_safe<Scalar<T>>(m.hi[k], lo) && (lo != 0 || a[k].s == 0)));
+    const Settled<Scalar<T>> found = settle<T, Center>(job.eps, m.hi[k], a[k], (double)n, job.divisor);
+    m.lo[k] = found.lo;
+    m.rstd[k] = found.rstd;
+    m.var[k] = found.var;
+    m.redo |= found.redo;
   }
   return m;
 }
@@ -213,34 +240,42 @@ template <class T> struct Exact {
   double var, plain;  // of the unscaled row: its variance, and rstd is plain * 2^plain_e
   int plain_e;
 
-  Exact(const Job &job, const T *x) {
-    double largest = 0;
-    for (int64_t i = 0; i < job.n; i++) {
-      const double v = __builtin_fabs(get(x + i));
+  Exact(const Job &job, const T *x)
+      : Exact(job, (double)job.n, job.divisor, [&](const auto &take) __attribute__((always_inline)) {
+          for (int64_t i = 0; i < job.n; i++) take(get(x + i));
+        }) {}
+
+  // each(take) calls take(value) for each of the n elements.
+  template <class Each> Exact(const Job &job, double n, double divisor, const Each &each) {
+    double largest = 0, k = 0;
+    bool any = false;
+    each([&](double v) {
+      if (!any) k = v;
+      any = true;
+      v = __builtin_fabs(v);
       if (!(v <= largest)) largest = v;
-      if (!finite(v)) break;
-    }
+    });
     e = exponent(largest);
+    k = scale(k, -e);
     Compensated q;
     if (job.center) {
       Compensated s, t;
-      const double k = scale(get(x), -e);
-      for (int64_t i = 0; i < job.n; i++) s.add(scale(get(x + i), -e) - k);
-      hi = k + s.value() / (double)job.n;
-      for (int64_t i = 0; i < job.n; i++) {
-        const double d = scale(get(x + i), -e) - hi;
+      each([&](double v) { s.add(scale(v, -e) - k); });
+      hi = k + s.value() / n;
+      each([&](double v) {
+        const double d = scale(v, -e) - hi;
         t.add(d);
         q.add(d * d);
-      }
-      lo = t.value() / (double)job.n;
-      var = (q.value() - t.value() * lo) / job.divisor;
+      });
+      lo = t.value() / n;
+      var = (q.value() - t.value() * lo) / divisor;
       if (var < 0) var = 0;
     } else {
-      for (int64_t i = 0; i < job.n; i++) {
-        const double d = scale(get(x + i), -e);
+      each([&](double v) {
+        const double d = scale(v, -e);
         q.add(d * d);
-      }
-      var = q.value() / job.divisor;
+      });
+      var = q.value() / divisor;
     }
     const double scaled_eps = scale(job.eps, -2 * e);
     // Either eps is so large beside the variance that it stands alone, or the row is constant and so
@@ -261,16 +296,15 @@ template <class T> struct Exact {
     return rstd_e ? scale(d, rstd_e) : d;
   }
 
-  void save(Moments<T, 1> &m) const {
+  void save(Scalar<T> *high, Scalar<T> *low, Scalar<T> *root) const {
     typedef Scalar<T> C;
-    const double high = scale(hi, e), low = scale(lo, e);
-    m.hi[0] = (C)high;
-    m.lo[0] = (C)((high - (double)m.hi[0]) + low);
+    const double mean = scale(hi, e);
+    *high = (C)mean;
+    *low = (C)((mean - (double)*high) + scale(lo, e));
     // Not both zero unless the mean is: then backward sees that it has to redo the row, too.
-    if (m.hi[0] == 0 && m.lo[0] == 0 && (hi != 0 || lo != 0))
-      m.lo[0] = same<C, float> ? (C)0x1p-149 : (C)0x1p-1074;
-    m.rstd[0] = (C)scale(plain, plain_e);
-    m.var[0] = var;
+    if (*high == 0 && *low == 0 && (hi != 0 || lo != 0))
+      *low = same<C, float> ? (C)0x1p-149 : (C)0x1p-1074;
+    *root = (C)scale(plain, plain_e);
   }
 };
 
@@ -279,7 +313,8 @@ __attribute__((noinline)) void forward_exact(const Job &job, const Affine &affin
                                              Moments<T, 1> &m) {
   const T *x = (const T *)job.x + r * job.x_stride;
   const Exact<T> exact(job, x);
-  exact.save(m);
+  exact.save(m.hi, m.lo, m.rstd);
+  m.var[0] = exact.var;
   if (!job.y) return;
   T *y = (T *)job.y + r * job.y_stride;
   const Scalar<T> *w = (const Scalar<T> *)affine.weight, *b = (const Scalar<T> *)affine.bias;
@@ -542,6 +577,153 @@ void backward_chunks(const Job &job, const Affine &affine, const Chunks &chunks,
   }
 }
 
+}  // namespace
+
+#include "nest.h"
+#include "lines.h"
+#include "lanes.h"
+
+namespace {
+
+// ---- the nests: whole units, or steps of them
+
+template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end, void *slots) {
+  const Of of{task};
+  const int64_t parts = task.nest->measured.parts;
+  const auto measure = [&](const Place &at, auto &u) {
+    for (int64_t p = 0; p < parts && !task.running_mean; p++) of.sum(at, u, p);
+  };
+  while (unit < end) {
+    const int count = end - unit < Of::TOGETHER ? (int)(end - unit) : Of::TOGETHER;
+    Place at[Of::TOGETHER];
+    typename Of::Unit *u[Of::TOGETHER];
+    for (int k = 0; k < count; k++) {
+      at[k] = of.place(unit + k);
+      u[k] = &of.unit_in((char *)slots + k * of.slot(), unit + k);
+      of.start(at[k], *u[k]);
+      measure(at[k], *u[k]);
+    }
+    for (int k = 0; k < count && !task.running_mean; k++)
+      while (of.finish(at[k], *u[k]) == 1) measure(at[k], *u[k]);
+    for (int k = 0; k < count; k++) {
+      for (int64_t p = 0; p < task.nest->applied.parts; p++) of.apply(at[k], *u[k], p);
+      if (u[k]->repair) of.repair(at[k], *u[k]);
+    }
+    unit += count;
+  }
+}
+template <class Of> void backward_all(const Task &task, int64_t unit, int64_t end, void *slots) {
+  const Of of{task};
+  const int64_t parts = task.nest->applied.parts;
+  while (unit < end) {
+    const int count = end - unit < Of::TOGETHER ? (int)(end - unit) : Of::TOGETHER;
+    Place at[Of::TOGETHER];
+    typename Of::Unit *u[Of::TOGETHER];
+    for (int k = 0; k < count; k++) {
+      at[k] = of.place(unit + k);
+      u[k] = &of.unit_in((char *)slots + k * of.slot(), unit + k);
+      of.start_backward(at[k], *u[k]);
+      for (int64_t p = 0; p < parts && (task.sums || !task.running_mean); p++)
+        of.sum_backward(at[k], *u[k], p, unit + k);
+    }
+    for (int k = 0; k < count; k++) of.finish_backward(at[k], *u[k], unit + k);
+    for (int k = 0; k < count; k++) {
+      for (int64_t p = 0; p < parts; p++) of.apply_backward(at[k], *u[k], p);
+      if (u[k]->repair) of.repair_backward(at[k], *u[k]);
+    }
+    unit += count;
+  }
+}
+
+template <class Of> int forward_one(const Task &task, int step, int64_t unit, int64_t part) {
+  const Of of{task};
+  void *slot = task.slots + unit * task.slot;
+  const Place at = of.place(unit);
+  auto &u = step == START ? of.unit_in(slot, unit) : Of::unit_again(slot);
+  switch (step) {
+    case START: of.start(at, u); return u.repair ? 2 : 0;
+    case SUM: of.sum(at, u, part); return 0;
+    case FINISH: return of.finish(at, u);
+    case APPLY: of.apply(at, u, part); return 0;
+    default: if (u.repair) of.repair(at, u); return 0;
+  }
+}
+template <class Of> int backward_one(const Task &task, int step, int64_t unit, int64_t part) {
+  const Of of{task};
+  void *slot = task.slots + unit * task.slot;
+  const Place at = of.place(unit);
+  auto &u = step == START ? of.unit_in(slot, unit) : Of::unit_again(slot);
+  switch (step) {
+    case START: of.start_backward(at, u); return 0;
+    case SUM: of.sum_backward(at, u, part, unit); return 0;
+    case FINISH: return of.finish_backward(at, u, unit);
+    case APPLY: of.apply_backward(at, u, part); return 0;
+    default: if (u.repair) of.repair_backward(at, u); return 0;
+  }
+}
+
+int64_t slot(const Nest *nest) {
+  return nest->lanes ? OfLanes<float>::TOGETHER * lane_slot(*nest)
+                     : OfLines<float>::TOGETHER * line_slot(*nest);
+}
+
+// One element of dweight and of dbias from the sums of all units.
+template <class C>
+void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
+  const Nest &nest = *task.nest;
+  double total[2] = {};
+  if (!nest.lanes == !nest.per_element) {  // flat lines, or weights by lane: sums of their own
+    // The loops that are left when those of the weight stand at index a.
+    Lines rest = {};
+    rest.count = 1;
+    Place at = {};
+    int64_t lane = 0, index = a;
+    if (nest.lanes) {
+      lane = index % nest.width;
+      index -= lane;
+    }
+    const auto see = [&](const Loop &loop) {
+      if (loop.step[AFFINE]) {
+        advance(at, loop, index / loop.step[AFFINE] % loop.size);
+      } else {
+        rest.loop[rest.loops++] = loop;
+        rest.count *= loop.size;
+      }
+    };
+    for (int l = 0; l < nest.kept_loops; l++) see(nest.kept[l]);
+    for (int l = 0; !nest.lanes && l < nest.applied.loops; l++) see(nest.applied.loop[l]);
+    const double *sums = (const double *)task.sums;
+    const int64_t pitch = lane_pitch(nest);
+    each_line(rest, at, 0, rest.count, [&](const Place &p, int64_t) {
+      if (nest.lanes) {
+        const double *unit = sums + (p.at[PIECE] * nest.tiles + lane / nest.tile) * 2 * pitch;
+        total[0] += unit[lane % nest.tile];
+        total[1] += unit[pitch + lane % nest.tile];
+      } else {
+        for (int64_t i = 0; i < nest.applied.split; i++) {
+          total[0] += sums[2 * (p.at[PIECE] + i)];
+          total[1] += sums[2 * (p.at[PIECE] + i) + 1];
+        }
+      }
+    });
+  } else {
+    const int64_t width = nest.lanes ? 16 : 1;
+    for (int64_t c = 0; c * task.chunk < nest.units; c++)
+      for (int i = 0; i < 2; i++) {
+        const C *sums = (const C *)task.sums + (2 * c + i) * task.pitch + a * width;
+        for (int64_t j = 0; j < width; j++) total[i] += (double)sums[j];
+      }
+  }
+  *by_xhat = total[0];
+  *by_grad = total[1];
+}
+void merge_affine(const Task *task, double *dweight, double *dbias, int64_t a, int64_t end) {
+  for (; a < end; a++) {
+    if (task->job->dtype == F64) merge_one<double>(*task, a, dweight + a, dbias + a);
+    else merge_one<float>(*task, a, dweight + a, dbias + a);
+  }
+}
+
 // ---- weight and bias: to and from the compute type
 
 template <class P, class C> void widen(const P *p, int64_t n, double offset, C *out) {
@@ -687,6 +869,91 @@ void backward(const Job *job, const Affine *affine, const Chunks *chunks, int64_
   BY_TYPE(backward_of, job, affine, chunks, c, end)
 }
 
+#define BY_NEST(F, T, ...) \
+  (task->nest->lanes ? F<OfLanes<T>>(__VA_ARGS__) : F<OfLines<T>>(__VA_ARGS__))
+#define NEST_BY_TYPE(F, ...)                              \
+  switch (task->job->dtype) {                             \
+    case F32: return BY_NEST(F, float, __VA_ARGS__);      \
+    case F64: return BY_NEST(F, double, __VA_ARGS__);     \
+    case F16: return BY_NEST(F, f16, __VA_ARGS__);        \
+    default: return BY_NEST(F, bf16, __VA_ARGS__);        \
+  }
+
+void forward_units(const Task *task, int64_t unit, int64_t end, void *slot) {
+  NEST_BY_TYPE(forward_all, *task, unit, end, slot)
+}
+void backward_units(const Task *task, int64_t unit, int64_t end, void *slot) {
+  NEST_BY_TYPE(backward_all, *task, unit, end, slot)
+}
+int forward_step(const Task *task, int step, int64_t unit, int64_t part) {
+  NEST_BY_TYPE(forward_one, *task, step, unit, part)
+}
+int backward_step(const Task *task, int step, int64_t unit, int64_t part) {
+  NEST_BY_TYPE(backward_one, *task, step, unit, part)
+}
+
+// The elements of a parameter in the order of the loops, in the compute type.
+template <class C>
+void gather(int32_t dtype, const void *p, const Lines &order, double offset, C *out) {
+  if (order.loops == 0) return widen(dtype, p, order.n, offset, out);
+  each_line(order, Place{}, 0, order.count, [&](const Place &at, int64_t i) {
+    out[i] = (C)(as_double(dtype, p, at.at[AFFINE]) + offset);
+  });
+}
+void gather(int32_t compute, int32_t dtype, const void *p, const Lines *order, double offset,
+            void *out) {
+  if (compute == F64) gather(dtype, p, *order, offset, (double *)out);
+  else gather(dtype, p, *order, offset, (float *)out);
+}
+
+void put(int32_t dtype, void *p, int64_t i, double v) {
+  switch (dtype) {
+    case F32: return put((float *)p + i, v);
+    case F64: return put((double *)p + i, v);
+    case F16: return put((f16 *)p + i, v);
+    case BF16: return put((bf16 *)p + i, v);
+  }
+}
+
+// The inverse: dimensions along which the parameter does not vary are summed over.
+void scatter(int32_t dtype, const double *values, const Lines *order, int64_t size, double *sums,
+             void *out) {
+  if (order->loops) {
+    memset(sums, 0, (size_t)size * sizeof *sums);
+    each_line(*order, Place{}, 0, order->count,
+              [&](const Place &at, int64_t i) { sums[at.at[AFFINE]] += values[i]; });
+    values = sums;
+  }
+  for (int64_t i = 0; i < size; i++) put(dtype, out, i, values[i]);
+}
+
+void move(const Running *running) {
+  const Running &r = *running;
+  const int32_t type = r.dtype == F64 ? F64 : F32;
+  const int64_t groups = r.channels * r.averaged, outer = r.averaged / r.inner;
+  for (int64_t channel = 0; channel < r.channels; channel++) {
+    double mean = 0, var = 0, valid = 0, free = 0;
+    for (int64_t o = 0; o < outer; o++)
+      for (int64_t i = 0; i < r.inner; i++) {
+        const int64_t g = (o * r.channels + channel) * r.inner + i;
+        const double n = r.count ? r.count[g] : r.group_size;
+        const double m = as_double(type, r.stats, g) + as_double(type, r.stats, groups + g);
+        const double v = as_double(type, r.group_var, g);
+        mean += n * m;
+        valid += n;
+        if (n - r.running_correction <= 0) continue;
+        var += n * (v * (n - r.correction) / (n - r.running_correction));
+        free += n;
+      }
+    const auto step = [&](int32_t dtype, void *p, double total, double by) {
+      const double old = as_double(dtype, p, channel);
+      put(dtype, p, channel, (1 - r.momentum) * old + r.momentum * (total / by));
+    };
+    if (valid > 0) step(r.mean_dtype, r.mean, mean, valid);
+    if (free > 0) step(r.var_dtype, r.var, var, free);
+  }
+}
+
 }  // namespace
 
 #define STRING_(x) #x
@@ -695,4 +962,6 @@ void backward(const Job *job, const Affine *affine, const Chunks *chunks, int64_
 #define JOIN(a, b) JOIN_(a, b)
 
 extern "C" const Table JOIN(table_, ISA);
-extern "C" const Table JOIN(table_, ISA) = {STRING(ISA), scratch, prepare, forward, backward, merge};
+extern "C" const Table JOIN(table_, ISA) = {
+    STRING(ISA),    scratch,      prepare,       forward, backward, merge, forward_units,
+    backward_units, forward_step, backward_step, slot,    gather,   scatter, merge_affine, move};

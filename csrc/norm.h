@@ -58,6 +58,95 @@ struct Chunks {
   void *sums;  // [count][2][pitch], null: neither dweight nor dbias is wanted
 };
 
+// ---- any other scheme or layout
+//
+// The axes of the tensor, in the order in which they lie in memory and merged where they can be, are
+// loops. The innermost one is contiguous, and decides:
+//
+//   LINES  It is reduced: a group is a number of lines of `n` contiguous elements.
+//   LANES  It is kept: neighbours belong to different groups, and a group steps over the reduced
+//          loops. `fold` neighbours may still share a group: GroupNorm in channels_last.
+//
+// A unit is what is normalized at once: one group of lines, or one tile of lanes. The reduced loops
+// of a unit are cut into parts, whose sums are merged in order. Units and parts follow from the
+// shape alone.
+
+enum { MAX_LOOPS = 16 };
+
+// Offsets into the tensors, in elements; also the steps of a loop.
+enum Array { X, Y, GRAD, DX, MASK, AFFINE, STATS, RUNNING, PIECE, ARRAYS };
+
+struct Loop {
+  int64_t size;
+  int64_t step[ARRAYS];
+};
+
+// The lines (or steps) of one unit, the outermost loop first.
+struct Lines {
+  int32_t loops;
+  struct Loop loop[MAX_LOOPS];
+  int64_t count, n;  // so many lines, each of n elements (LINES)
+  // Either each line is cut into `split` pieces of `piece` elements, or `per_part` lines are a part.
+  int64_t split, piece, per_part, parts;
+};
+
+struct Nest {
+  int32_t lanes;        // 1: LANES, 0: LINES
+  int32_t per_element;  // weight and bias vary along the innermost loop
+  int32_t kept_loops;
+  struct Loop kept[MAX_LOOPS];  // the outer kept loops
+  int64_t outer;                // the product of their sizes
+  struct Lines measured;        // what the statistics run over
+  struct Lines applied;         // the same elements, cut where weight or mask change
+  int64_t width, fold, tile, tiles;      // LANES: neighbours in all, in a group, in a tile
+  int64_t units;                         // outer * tiles
+  int64_t mask_step;                     // along the innermost loop: 0 or 1
+  int64_t stats_step, running_step;      // from one group of a tile to the next
+  int64_t group_size, groups;
+  int64_t affine_size;  // elements of the gathered weight
+  int64_t pieces;       // LINES: pieces of lines in all
+};
+
+// What the nests read beside the job. The weight and the bias are gathered: in the compute type, one
+// element for each index of the affine loops in memory order.
+struct Task {
+  const struct Job *job;
+  const struct Nest *nest;
+  const void *weight, *bias;
+  double correction;
+  const unsigned char *mask;  // null: all elements are valid
+  const void *running_mean, *running_var;  // null: statistics of this batch. Else normalize by these
+  int32_t running_mean_dtype, running_var_dtype;
+  double *count;  // [groups], null: not wanted. How many elements were valid
+  // Backward: the sums of grad * xhat and of grad, null: not wanted. Lines with flat weights have two
+  // doubles for each piece of a line, lanes with weights of their own two arrays of doubles for each
+  // unit. Otherwise two arrays of `pitch` elements of the compute type for each chunk of `chunk`
+  // successive units: an element for each of the weight's, and for lanes 16 of them.
+  void *sums;
+  int64_t chunk, pitch;
+  // How many bytes of memory a unit needs while it is under way, and where that memory is when all
+  // units are under way at once (null: one unit after the other).
+  int64_t slot;
+  char *slots;
+};
+
+// Running statistics after a batch: (1 - momentum) * old + momentum * new, where new is the average over
+// the groups of a channel, weighted by their valid elements, with the variance of divisor
+// n - running_correction. A channel without a valid element keeps its old values.
+struct Running {
+  void *mean, *var;
+  int32_t mean_dtype, var_dtype;
+  int64_t channels, averaged;  // groups = outer * channels * inner, averaged = outer * inner
+  int64_t inner;
+  const void *stats, *group_var;  // hi, lo, rstd and V of the groups, in the compute type
+  const double *count;            // of valid elements of each group, or null: group_size
+  double group_size, correction, running_correction, momentum;
+  int32_t dtype;  // of the normalized tensor
+};
+
+// START and FINISH bracket the statistics, SUM and APPLY work on a part, REPAIR does single groups again.
+enum Step { START, SUM, FINISH, APPLY, REPAIR };
+
 // One per instruction set. The ranges are disjoint parts that threads may compute independently.
 struct Table {
   const char *name;
@@ -69,4 +158,24 @@ struct Table {
                    int64_t chunk, int64_t chunk_end);
   // dweight and dbias from the sums of all chunks
   void (*merge)(const struct Job *, const struct Chunks *, int64_t column, int64_t column_end);
+
+  // The nests: whole units, one after the other in the memory of one,
+  void (*forward_units)(const struct Task *, int64_t unit, int64_t unit_end, void *slot);
+  void (*backward_units)(const struct Task *, int64_t unit, int64_t unit_end, void *slot);
+  // or one step of one part of a unit, all units in memory. FINISH returns 1 where SUM and FINISH are
+  // to be taken again; it or START return 2 where REPAIR is needed.
+  int (*forward_step)(const struct Task *, int step, int64_t unit, int64_t part);
+  int (*backward_step)(const struct Task *, int step, int64_t unit, int64_t part);
+  // Bytes of a unit's memory.
+  int64_t (*slot)(const struct Nest *);
+  // A parameter in the order of loops, in the compute type; order without loops: n as they are.
+  void (*gather)(int32_t compute, int32_t dtype, const void *, const struct Lines *order,
+                 double offset, void *out);
+  // The inverse, of so many elements: adds up what belongs to one. `sums` is as long as the result.
+  void (*scatter)(int32_t dtype, const double *, const struct Lines *order, int64_t size,
+                  double *sums, void *out);
+  // Gathered dweight and dbias.
+  void (*merge_affine)(const struct Task *, double *dweight, double *dbias, int64_t begin,
+                       int64_t end);
+  void (*move)(const struct Running *);
 };

@@ -27,6 +27,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 
 namespace {
 

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, SCHEMES, Case, assert_close, parameters, to_numpy, values
+from cases import (
+    DTYPES,
+    SCHEMES,
+    Case,
+    assert_close,
+    epsilon,
+    from_numpy,
+    parameters,
+    to_numpy,
+    values,
+)
 
 import axisnorm
 from axisnorm import ArgumentError, DtypeError, Scheme, reference
@@ -301,7 +311,8 @@ def test_backward_of_a_view() -> None:
     flat_x = x.detach().reshape(6, 4).requires_grad_()
     found = torch.autograd.grad(axisnorm.layer_norm(x, 4, w), (x, w), grad)
     wanted = torch.autograd.grad(axisnorm.layer_norm(flat_x, 4, w), (flat_x, w), grad.reshape(6, 4))
-    assert torch.equal(found[0].reshape(6, 4), wanted[0]) and torch.equal(found[1], wanted[1])
+    near(found[0].reshape(6, 4), wanted[0])
+    near(found[1], wanted[1])
 
 
 @Kind
@@ -344,7 +355,7 @@ def test_onnx_group_norm() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numpy(case: Case, dtype: torch.dtype) -> None:
     x, (weight, bias) = values(case.shape, dtype), parameters(case, dtype)
-    wanted = axisnorm.normalize(x, case.scheme, weight, bias)
+    wanted = axisnorm.normalize(x, case.scheme, weight, bias).double()
     arrays = [None if t is None else to_numpy(t) for t in (weight, bias)]
     array = to_numpy(x)
     doubled = np.stack([array, array], -1)[..., 0]
@@ -355,10 +366,12 @@ def test_numpy(case: Case, dtype: torch.dtype) -> None:
     for laid_out in (array, doubled, backwards, fortran, read_only):
         y = axisnorm.normalize(laid_out, case.scheme, *arrays)
         assert y.dtype == array.dtype and y.shape == array.shape
-        if dtype.itemsize == 2:
-            np.testing.assert_array_equal(y.view(np.uint16), to_numpy(wanted).view(np.uint16))
-        else:
-            assert_close(torch.from_numpy(y), wanted.double())
+        if laid_out is array and dtype.itemsize == 2:
+            assert torch.equal(from_numpy(y).double(), wanted)
+        # Another order in memory may sum in another order.
+        step = epsilon(dtype) * wanted.abs() * (dtype.itemsize == 2)
+        wide = 16 * epsilon(torch.float64 if dtype == torch.float64 else torch.float32)
+        assert ((from_numpy(y).double() - wanted).abs() <= step + wide * wanted.abs().max()).all()
         out = np.empty_like(laid_out)
         assert axisnorm.normalize(laid_out, case.scheme, *arrays, out=out) is out
         np.testing.assert_array_equal(out, y)

@@ -3,47 +3,57 @@
 from typing import Any
 
 def address(array: Any) -> int: ...
+
+Given = tuple[int, tuple[int, ...]]
+"""A tensor's address, 0 where there is none, and its strides in elements."""
+
+# why there is no plan for tensors of these strides, or None
 def forward(
-    x: int,
+    axes: bytes,
+    x: Given,
+    y: Given,
+    mask: Given,
     weight: int,
     bias: int,
-    y: int,
+    running_mean: int,
+    running_var: int,
     stats: int,
     var: int,
-    rows: int,
-    n: int,
-    x_stride: int,
-    y_stride: int,
-    dtype: int,
-    weight_dtype: int,
-    bias_dtype: int,
-    center: bool,
-    rounded: bool,
-    eps: float,
-    divisor: float,
-    weight_offset: float,
-) -> None: ...
+    count: int,
+    constants: tuple[Any, ...],
+) -> str | None: ...
 def backward(
-    grad: int,
-    x: int,
+    axes: bytes,
+    grad: Given,
+    x: Given,
+    dx: Given,
+    mask: Given,
     weight: int,
+    bias: int,
+    running_mean: int,
+    running_var: int,
     stats: int,
-    dx: int,
     dweight: int,
     dbias: int,
-    rows: int,
-    n: int,
-    grad_stride: int,
-    x_stride: int,
-    dx_stride: int,
+    constants: tuple[Any, ...],
+) -> str | None: ...
+def loops(axes: bytes, strides: list[int], masked: bool, running: bool) -> str: ...
+def move(
+    mean: int,
+    var: int,
+    mean_dtype: int,
+    var_dtype: int,
+    channels: int,
+    averaged: int,
+    inner: int,
+    stats: int,
+    group_var: int,
+    count: int,
+    group_size: float,
+    correction: float,
+    running_correction: float,
+    momentum: float,
     dtype: int,
-    weight_dtype: int,
-    bias_dtype: int,
-    center: bool,
-    rounded: bool,
-    eps: float,
-    divisor: float,
-    weight_offset: float,
 ) -> None: ...
 
 # torch tensors; None where anything is unusual

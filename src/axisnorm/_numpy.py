@@ -30,8 +30,13 @@ def normalize(inputs: Inputs, scheme: Scheme | str, out: Array | None = None) ->
         _check_out(inputs, out)
     moving = inputs.running_mean is not None and scheme.statistics == "batch"
     used = inputs._replace(running_mean=None, running_var=None) if moving else inputs
-    if not moving and _engine(used, sizes) == "native":
-        return _native_forward(used, sizes, out)
+    native = _is_native(used, sizes)
+    if native:
+        measured = _Measured(used, sizes) if moving else None
+        y = _native_forward(used, sizes, out, measured)
+        if measured is not None:
+            _move(inputs, sizes, measured.moments())
+        return y
     # An overflow that IEEE arithmetic defines (an infinite input, say) is no event to report.
     with np.errstate(all="ignore"):
         y, moments = reference.forward(
@@ -43,12 +48,8 @@ def normalize(inputs: Inputs, scheme: Scheme | str, out: Array | None = None) ->
             running_mean=used.running_mean,
             running_var=used.running_var,
         )
-        if moving:
-            assert scheme.momentum is not None
-            running: tuple[Array, Array] = inputs[4:]
-            moved = reference.updated_running(sizes, moments, *running, scheme.momentum)
-            for old, new in zip(running, moved, strict=True):
-                old[...] = new
+    if moving:
+        _move(inputs, sizes, moments)
     if out is None:
         return y
     out[...] = y
@@ -61,94 +62,138 @@ def statistics(x: Array, scheme: Scheme | str, mask: Array | None) -> tuple[Arra
     inputs, sizes = _checked(Inputs(x, mask=mask), scheme)
     kind = _compute_type(inputs.x)
     shape = sizes.statistics_shape
-    if _engine(inputs, sizes) == "native":
-        stats = np.empty((3, sizes.num_groups), kind)
-        var = np.empty(sizes.num_groups, kind)
-        _native_forward(inputs, sizes, None, stats, var)
-        return (stats[0] + stats[1]).reshape(shape), var.reshape(shape), stats[2].reshape(shape)
+    if _is_native(inputs, sizes):
+        measured = _Measured(inputs, sizes)
+        _run(inputs, sizes, None, measured)
+        mean, _, rstd = measured.stats
+        return (
+            (mean + measured.stats[1]).reshape(shape),
+            measured.var.reshape(shape),
+            rstd.reshape(shape),
+        )
     with np.errstate(all="ignore"):
         moments = reference.moments(inputs.x, scheme, mask=inputs.mask)
         return moments.mean.astype(kind), moments.var.astype(kind), moments.rstd.astype(kind)
 
 
-def _engine(inputs: Inputs, sizes: Sizes) -> str:
-    affine = inputs.weight is not None or inputs.bias is not None
+def _move(inputs: Inputs, sizes: Sizes, moments: reference.Moments) -> None:
+    """Move the running statistics, after everything else has succeeded."""
+    momentum = sizes.layout.scheme.momentum
+    assert momentum is not None
+    running: tuple[Array, Array] = inputs[4:]
+    with np.errstate(all="ignore"):
+        moved = reference.updated_running(sizes, moments, *running, momentum)
+        for old, new in zip(running, moved, strict=True):
+            old[...] = new
+
+
+class _Measured:
+    """Where the kernels leave the statistics of every group."""
+
+    def __init__(self, inputs: Inputs, sizes: Sizes) -> None:
+        kind = _compute_type(inputs.x)
+        self.sizes = sizes
+        self.stats = np.empty((3, sizes.num_groups), kind)  # hi, lo, rstd; the mean is hi + lo
+        self.var = np.empty(sizes.num_groups, kind)
+        self.count = np.full(sizes.num_groups, float(sizes.group_size))
+
+    def moments(self) -> reference.Moments:
+        shape = self.sizes.statistics_shape
+        hi, lo, rstd = self.stats.astype(np.float64)
+        with np.errstate(all="ignore"):
+            return reference.Moments(
+                (hi + lo).reshape(shape),
+                self.var.astype(np.float64).reshape(shape),
+                rstd.reshape(shape),
+                self.count.reshape(shape),
+            )
+
+
+def _is_native(inputs: Inputs, sizes: Sizes) -> bool:
     if not inputs.x.dtype.isnative:
-        return "reference"
-    return _route.route(
-        sizes,
-        inputs.x.dtype.name,
-        affine,
-        inputs.mask is not None,
-        inputs.running_mean is not None,
-    ).engine
+        return False
+    return _route.route(sizes, inputs.x.dtype.name, _is_affine(inputs)).engine == "native"
+
+
+def _is_affine(inputs: Inputs) -> bool:
+    return inputs.weight is not None or inputs.bias is not None
 
 
 def _native_forward(
-    inputs: Inputs,
-    sizes: Sizes,
-    out: Array | None,
-    stats: Array | None = None,
-    var: Array | None = None,
+    inputs: Inputs, sizes: Sizes, out: Array | None, measured: _Measured | None
 ) -> Array:
-    """One call of the kernel; with ``var`` for the statistics alone."""
-    x = inputs.x
-    given = _loops(x, sizes)
-    if given is None:
-        x = np.array(x, order="C")  # also where x is contiguous, but not aligned
-        given = _loops(x, sizes)
-    weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
     y = out
-    if y is None and var is None:
-        y = np.empty_like(x, order="C")
-    target, taken = y, given
-    if y is not None:
-        loops = _loops(y, sizes)
-        others = [t for t in (weight, bias) if t is not None]
-        if not (loops and _same_place(y, x)):
-            others.append(x)
-        if loops is None or (out is not None and any(np.may_share_memory(y, t) for t in others)):
-            target = np.empty_like(x, order="C")
-            loops = _loops(target, sizes)
-        taken = loops
-    assert given is not None
-    assert taken is not None
+    if y is None or any(t is not None and np.may_share_memory(y, t) for t in inputs):
+        # In the order of x; and nothing is overwritten before it is read.
+        y = np.empty_like(inputs.x)
+    _run(inputs, sizes, y, measured)
+    if out is None or out is y:
+        return y
+    out[...] = y
+    return out
+
+
+def _run(inputs: Inputs, sizes: Sizes, y: Array | None, measured: _Measured | None) -> None:
+    """One call of the kernel, which writes ``y`` and the statistics."""
+    x, target = inputs.x, y
+    weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
+    running = [_parameter(t, x) for t in inputs[4:]]
+    mask = inputs.mask
+    if mask is not None:
+        mask = np.broadcast_to(mask.view(np.uint8), x.shape)
+    if not _is_regular(x) or (target is not None and not _is_regular(target)):
+        x, target = np.array(x, order="C"), None if target is None else np.empty(x.shape, x.dtype)
+
+    def refused() -> str | None:
+        return _native.forward(
+            _route.axes(sizes, _is_affine(inputs)),
+            _given(x),
+            _given(target),
+            _given(mask),
+            _address(weight),
+            _address(bias),
+            *[_address(t) for t in running],
+            _address(measured and measured.stats),
+            _address(measured and measured.var),
+            _address(measured.count if measured is not None and mask is not None else None),
+            _constants(x, weight, bias, running, sizes),
+        )
+
+    if refused() is not None:
+        # The axes are interleaved: everything in one order.
+        x = np.array(x, order="C")
+        target = None if target is None else np.empty(x.shape, x.dtype)
+        mask = None if mask is None else np.array(mask, order="C")
+        again = refused()
+        assert again is None, again
+    if y is not None and target is not y:
+        y[...] = target
+
+
+def _is_regular(array: Array) -> bool:
+    """Whether the elements are aligned and whole elements apart."""
+    return array.flags.aligned and not any(step % array.itemsize for step in array.strides)
+
+
+def _given(array: Array | None) -> tuple[int, tuple[int, ...]]:
+    if array is None:
+        return 0, ()
+    return _address(array), tuple(step // array.itemsize for step in array.strides)
+
+
+def _constants(
+    x: Array, weight: Array | None, bias: Array | None, running: list[Array | None], sizes: Sizes
+) -> tuple[Any, ...]:
     scheme = sizes.layout.scheme
-    code = _code(x)
-    _native.forward(
-        _address(x),
-        _address(weight),
-        _address(bias),
-        _address(target),
-        _address(stats),
-        _address(var),
-        given.rows,
-        given.n,
-        given.stride,
-        taken.stride,
-        code,
-        code if weight is None else _code(weight),
-        code if bias is None else _code(bias),
+    return (
+        _code(x),
+        *[_code(x if t is None else t) for t in (weight, bias, *running)],
         scheme.center,
         scheme.rounding == "before_affine",
         reference.resolve_eps(scheme, x.dtype),
-        sizes.group_size - scheme.correction,
+        scheme.correction,
         scheme.weight_offset,
     )
-    if y is not None and target is not y:
-        y[...] = target
-    return y
-
-
-def _loops(x: Array, sizes: Sizes) -> _route.Loops | None:
-    size = x.itemsize
-    if any(step % size for step in x.strides) or not x.flags.aligned:
-        return None
-    return _route.loops(sizes, [step // size for step in x.strides])
-
-
-def _same_place(a: Array, b: Array) -> bool:
-    return a.strides == b.strides and _address(a) == _address(b)
 
 
 def _address(array: Array | None) -> int:

@@ -5,28 +5,19 @@ The call and ``explain`` share it, so what ``explain`` says is what runs.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from . import _build
-from .scheme import Layout, Scheme, Sizes
+from .scheme import Scheme, Sizes
 
-__all__ = ["DTYPES", "Loops", "Route", "choose", "loops", "overlaps_itself", "route"]
+__all__ = ["DTYPES", "Route", "axes", "channels", "choose", "overlaps_itself", "route"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 """The types that are normalized, in the order of csrc/norm.h."""
-
-
-@dataclass(frozen=True)
-class Loops:
-    """A nest of loops over one tensor: ``rows`` groups of ``n`` contiguous elements."""
-
-    rows: int
-    n: int
-    stride: int
-    """Elements between the starts of two rows; 0 for an expanded row."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,13 @@ class Route:
     reason: str
 
 
-NATIVE = Route("native", "each mean is taken over contiguous trailing elements")
+_ROWS = {
+    "rows": "each group is a row of contiguous elements",
+    "lines": "each group is a set of contiguous lines",
+    "lanes": "neighbours in memory belong to different groups",
+}
+MOST_AXES = 16
+"""As many parts of axes as csrc/norm.h has loops."""
 
 
 def choose(
@@ -60,87 +57,77 @@ def choose(
     >>> choose(Scheme.layer_norm(), (8, 768)).engine
     'native'
     >>> choose(Scheme.batch_norm(), (8, 64, 7, 7)).reason
-    'axes that share a mean are not the trailing ones'
+    'each group is a set of contiguous lines'
     """
-    layout = scheme.layout(len(shape))
+    sizes = scheme.layout(len(shape)).sizes(tuple(shape))
     with_affine = bool(scheme.affine) if affine is None else affine
-    return route(layout.sizes(tuple(shape)), dtype, with_affine, masked, running)
+    found = route(sizes, dtype, with_affine)
+    if found.engine == "native":
+        strides = [math.prod(sizes.shape[i + 1 :]) for i in range(len(sizes.shape))]
+        loops = _build.native.loops(axes(sizes, with_affine), strides, masked, running)
+        return Route("native", _ROWS[loops])
+    return found
 
 
-def route(sizes: Sizes, dtype: str, affine: bool, masked: bool, running: bool) -> Route:
-    """:func:`choose` for a layout's sizes."""
+def route(sizes: Sizes, dtype: str, affine: bool) -> Route:
+    """The engine for a layout's sizes."""
     if not _build.native:
         return Route("reference", "this installation has no native module")
     if dtype not in DTYPES:
         return Route("reference", f"no kernel for {dtype}")
-    if masked:
-        return Route("reference", "a mask is given")
-    if running:
-        return Route("reference", "running statistics normalize")
     return _route(sizes, affine)
 
 
 @lru_cache(maxsize=4096)
 def _route(sizes: Sizes, affine: bool) -> Route:
-    layout = sizes.layout
-    scheme = layout.scheme
+    scheme = sizes.layout.scheme
     if 0 in sizes.shape:
         return Route("reference", "there is no element")
     if scheme.scale != "auto" or scheme.eps_placement != "variance":
         return Route("reference", "the formula is not rstd = 1 / sqrt(variance + eps)")
-    if not _trailing(layout, sizes):
-        return Route("reference", "axes that share a mean are not the trailing ones")
-    if affine and _long(sizes, layout.affine) != _long(sizes, layout.reduced):
-        return Route("reference", "weight and bias do not vary along just the axes of the mean")
-    return NATIVE
+    if len(sizes.expanded) > MOST_AXES:
+        return Route("reference", f"more than {MOST_AXES} axes and parts of axes")
+    contiguous = [math.prod(sizes.shape[i + 1 :]) for i in range(len(sizes.shape))]
+    refused = _build.native.loops(axes(sizes, affine), contiguous, False, False)
+    if refused not in _ROWS:
+        return Route("reference", refused)
+    return Route("native", "")
 
 
-def _long(sizes: Sizes, dimensions: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of more than one element; the others have no say in what is computed."""
-    return tuple(i for i in dimensions if sizes.expanded[i] != 1)
+@lru_cache(maxsize=4096)
+def axes(sizes: Sizes, affine: bool) -> bytes:
+    """The parts of the axes as the native module reads them: size, role, axis, elements inside."""
+    layout = sizes.layout
+    numbers: list[int] = []
+    dimension = 0
+    for axis, parts in enumerate(layout.axes):
+        inside = [*sizes.expanded[dimension : dimension + len(parts)]]
+        for part, size in enumerate(inside):
+            role = (
+                (dimension in layout.reduced)
+                + 2 * (affine and dimension in layout.affine)
+                + 4 * (dimension in layout.running)
+            )
+            numbers += [size, role, axis, math.prod(inside[part + 1 :])]
+            dimension += 1
+    return struct.pack(f"{len(numbers)}q", *numbers)
 
 
-def _trailing(layout: Layout, sizes: Sizes) -> bool:
-    kept, reduced = _long(sizes, layout.kept), _long(sizes, layout.reduced)
-    return not kept or not reduced or max(kept) < min(reduced)
+@lru_cache(maxsize=4096)
+def channels(sizes: Sizes) -> tuple[int, int, int] | None:
+    """How groups, in order, belong to the channels of running statistics.
 
-
-def loops(sizes: Sizes, strides: Sequence[int]) -> Loops | None:
-    """The loops over a tensor of these strides (in elements), or None where a copy must be made.
-
-    >>> loops(Scheme.layer_norm().layout(3).sizes((2, 3, 4)), (12, 4, 1))
-    Loops(rows=6, n=4, stride=4)
-    >>> loops(Scheme.layer_norm().layout(3).sizes((2, 3, 4)), (24, 8, 1)).stride
-    8
-    >>> loops(Scheme.layer_norm().layout(3).sizes((2, 3, 4)), (12, 1, 3)) is None
-    True
+    The number of channels, of groups for each of them, and of those between two channels; None
+    where the channels are not evenly spaced.
     """
     layout = sizes.layout
-    expanded: list[int] = []
-    dimension = 0
-    for axis, stride in zip(layout.axes, strides, strict=True):
-        inner = 1
-        steps = []
-        for size in reversed(sizes.expanded[dimension : dimension + len(axis)]):
-            steps.append(stride * inner)
-            inner *= size
-        expanded += reversed(steps)
-        dimension += len(axis)
-    inside = _collapsed(sizes, _long(sizes, layout.reduced), expanded)
-    outside = _collapsed(sizes, _long(sizes, layout.kept), expanded)
-    if inside != 1 or outside is None:
+    kept = [i for i in layout.kept if sizes.expanded[i] != 1]
+    inside = [i for i in kept if i in layout.running]
+    if inside and kept[kept.index(inside[0]) : kept.index(inside[-1]) + 1] != inside:
         return None
-    return Loops(sizes.num_groups, sizes.group_size, outside)
-
-
-def _collapsed(sizes: Sizes, dimensions: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride of these dimensions seen as one, or None if they are not evenly spaced."""
-    if not dimensions:
-        return 1
-    for outer, inner in pairwise(dimensions):
-        if strides[outer] != strides[inner] * sizes.expanded[inner]:
-            return None
-    return strides[dimensions[-1]]
+    count = math.prod(sizes.expanded[i] for i in inside)
+    after = math.prod(sizes.expanded[i] for i in kept if inside and i > inside[-1])
+    return count, sizes.num_groups // count, after
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

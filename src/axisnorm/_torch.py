@@ -8,6 +8,7 @@ compilers and tensor subclasses see ``torch.ops.axisnorm``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ def normalize(inputs: Inputs, scheme: Scheme | str, out: Tensor | None = None) -
         # Those that normalize are kept for backward, and may move before it.
         kept = [None if moving or t is None else t.clone() for t in inputs[4:]]
         used = inputs._replace(running_mean=kept[0], running_var=kept[1])
-    found: list[reference.Moments] | None = [] if moving else None
+    found: list[Statistics] | None = [] if moving else None
     if _transforms() or forward_ad._current_level >= 0:
         y, moments = _differentiable(used, scheme)
         found = [moments]
@@ -245,23 +246,89 @@ def _check_moving(inputs: Inputs, out: Tensor | None) -> None:
             )
 
 
-def _move(inputs: Inputs, scheme: Scheme, moments: reference.Moments) -> None:
+def _move(inputs: Inputs, scheme: Scheme, found: Statistics) -> None:
     """Move the running statistics, after everything else has succeeded."""
+    running_mean, running_var = inputs[4:]
+    assert running_mean is not None
+    assert running_var is not None
     with torch.no_grad():
-        for running, moved in zip(inputs[4:], _moved(inputs, scheme, moments), strict=True):
-            assert running is not None
-            running.copy_(moved)
+        if isinstance(found, Measured) and _moves_natively(inputs, scheme):
+            found.move(running_mean, running_var)
+            increment_version((running_mean, running_var))
+            return
+        moved = _moved(inputs, scheme, found)
+        for running, new in zip((running_mean, running_var), moved, strict=True):
+            running.copy_(new)
 
 
-def _moved(inputs: Inputs, scheme: Scheme, moments: reference.Moments) -> tuple[Tensor, Tensor]:
+def _moves_natively(inputs: Inputs, scheme: Scheme) -> bool:
+    return all(
+        t is not None and t.dtype in _CODES and t.is_contiguous() and _is_plain(t)
+        for t in inputs[4:]
+    ) and bool(_route.channels(_sizes(inputs.x, scheme)))
+
+
+def _moved(inputs: Inputs, scheme: Scheme, found: Statistics) -> tuple[Tensor, Tensor]:
+    moments = found.moments() if isinstance(found, Measured) else found
     moments = reference.Moments(
         moments.mean.detach(), moments.var.detach(), moments.rstd, moments.count.detach()
     )
-    sizes = scheme.layout(inputs.x.dim()).sizes(inputs.x.shape)
     assert scheme.momentum is not None
     return reference.updated_running(
-        sizes, moments, inputs.running_mean, inputs.running_var, scheme.momentum
+        _sizes(inputs.x, scheme), moments, inputs.running_mean, inputs.running_var, scheme.momentum
     )
+
+
+def _sizes(x: Tensor, scheme: Scheme) -> Sizes:
+    return scheme.layout(x.dim()).sizes(x.shape)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The statistics of every group as the kernels leave them, in the compute type."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+    """Of the tensor."""
+    stats: Tensor
+    """(3, groups): hi, lo and rstd, where hi + lo is the mean."""
+    var: Tensor
+    count: Tensor | None
+    """How many elements of each group were valid, where there is a mask."""
+
+    def moments(self) -> reference.Moments:
+        shape = self.sizes.statistics_shape
+        mean, var, rstd = (
+            t.double().reshape(shape)
+            for t in (self.stats[0].double() + self.stats[1].double(), self.var, self.stats[2])
+        )
+        count = self.count
+        if count is None:
+            count = torch.full(shape, float(self.sizes.group_size), dtype=torch.float64)
+        return reference.Moments(mean, var, rstd, count.reshape(shape))
+
+    def move(self, running_mean: Tensor, running_var: Tensor) -> None:
+        scheme = self.sizes.layout.scheme
+        channels = _route.channels(self.sizes)
+        assert channels is not None
+        _native.move(
+            running_mean.data_ptr(),
+            running_var.data_ptr(),
+            _CODES[running_mean.dtype],
+            _CODES[running_var.dtype],
+            *channels,
+            self.stats.data_ptr(),
+            self.var.data_ptr(),
+            _address(self.count),
+            self.sizes.group_size,
+            scheme.correction,
+            scheme.running_correction,
+            scheme.momentum,
+            _CODES[self.dtype],
+        )
+
+
+Statistics = reference.Moments | Measured
 
 
 class _Norm(Function):
@@ -275,7 +342,7 @@ class _Norm(Function):
         running_mean: Tensor | None,
         running_var: Tensor | None,
         scheme: Scheme,
-        found: list[reference.Moments] | None,
+        found: list[Statistics] | None,
     ) -> Tensor:
         inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
         y, stats = _forward(inputs, scheme, found)
@@ -333,16 +400,21 @@ def _reference_backward(
 def _forward(
     inputs: Inputs,
     scheme: Scheme,
-    found: list[reference.Moments] | None = None,
+    found: list[Statistics] | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the statistics (3, groups): hi, lo and rstd. ``found`` takes the moments."""
+    """The output and the statistics (3, groups): hi, lo and rstd. ``found`` takes all of them."""
     x = inputs.x
-    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    sizes = _sizes(x, scheme)
     _check_memory(*inputs, out)
-    stats = x.new_empty((3, sizes.num_groups), dtype=_compute_type(x))
-    if found is None and _route_of(inputs, sizes).engine == "native":
-        return _native_forward(inputs, sizes, stats, out), stats
+    kind = _compute_type(x)
+    stats = x.new_empty((3, sizes.num_groups), dtype=kind)
+    if _route_of(inputs, sizes).engine == "native":
+        measured = None
+        if found is not None:
+            measured = _new_measured(inputs, sizes, stats)
+            found.append(measured)
+        return _native_forward(inputs, sizes, stats, measured, out), stats
     y, moments = _differentiable(inputs, scheme)
     stats[0] = moments.mean.flatten()
     stats[1] = moments.mean.flatten() - stats[0]
@@ -352,11 +424,19 @@ def _forward(
     return (torch.empty_like(x) if out is None else out).copy_(y), stats
 
 
+def _new_measured(inputs: Inputs, sizes: Sizes, stats: Tensor) -> Measured:
+    x = inputs.x
+    var = x.new_empty(sizes.num_groups, dtype=stats.dtype)
+    masked = inputs.mask is not None
+    count = x.new_empty(sizes.num_groups, dtype=torch.float64) if masked else None
+    return Measured(sizes, x.dtype, stats, var, count)
+
+
 def _backward(
     grad: Tensor, inputs: Inputs, stats: Tensor, scheme: Scheme, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x = inputs.x
-    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    sizes = _sizes(x, scheme)
     _check_memory(grad, stats, *inputs)
     if grad.shape != x.shape or stats.numel() != 3 * sizes.num_groups:
         raise ArgumentError(
@@ -374,129 +454,172 @@ def _backward(
 
 
 def _moments(x: Tensor, mask: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = scheme.layout(x.dim()).sizes(x.shape)
     kind = _compute_type(x)
     _check_memory(x, mask)
-    if _route_of(Inputs(x, mask=mask), sizes).engine == "native":
-        stats = x.new_empty((3, sizes.num_groups), dtype=kind)
-        var = x.new_empty(sizes.num_groups, dtype=kind)
-        _native_forward(Inputs(x), sizes, stats, None, var)
-        mean = stats[0] + stats[1]
-        return (
-            mean.reshape(sizes.statistics_shape),
-            var.reshape(sizes.statistics_shape),
-            stats[2].clone().reshape(sizes.statistics_shape),
-        )
-    moments = reference.moments(x, scheme, mask=mask)
-    return moments.mean.to(kind), moments.var.to(kind), moments.rstd.to(kind)
+    found = _measure(Inputs(x, mask=mask), scheme)
+    if isinstance(found, Measured):
+        shape = found.sizes.statistics_shape
+        mean, rstd = found.stats[0] + found.stats[1], found.stats[2].clone()
+        return mean.reshape(shape), found.var.reshape(shape), rstd.reshape(shape)
+    return found.mean.to(kind), found.var.to(kind), found.rstd.to(kind)
+
+
+def _measure(inputs: Inputs, scheme: Scheme) -> Statistics:
+    """The statistics alone."""
+    x = inputs.x
+    sizes = _sizes(x, scheme)
+    if _route_of(inputs, sizes).engine != "native":
+        return reference.moments(x, scheme, mask=inputs.mask)
+    stats = x.new_empty((3, sizes.num_groups), dtype=_compute_type(x))
+    measured = _new_measured(inputs, sizes, stats)
+    _run_forward(Inputs(x, mask=inputs.mask), sizes, None, measured)
+    return measured
 
 
 def _route_of(inputs: Inputs, sizes: Sizes) -> _route.Route:
-    affine = inputs.weight is not None or inputs.bias is not None
-    running = inputs.running_mean is not None
     if inputs.x.device.type != "cpu":
         return _route.Route("reference", f"no kernel for {inputs.x.device.type} tensors")
-    return _route.route(sizes, NAMES[inputs.x.dtype], affine, inputs.mask is not None, running)
+    return _route.route(sizes, NAMES[inputs.x.dtype], _is_affine(inputs))
+
+
+def _is_affine(inputs: Inputs) -> bool:
+    return inputs.weight is not None or inputs.bias is not None
 
 
 def _native_forward(
-    inputs: Inputs, sizes: Sizes, stats: Tensor, out: Tensor | None, var: Tensor | None = None
+    inputs: Inputs,
+    sizes: Sizes,
+    stats: Tensor,
+    measured: Measured | None,
+    out: Tensor | None,
 ) -> Tensor:
-    """One call of the kernel; with ``var`` for the statistics alone."""
-    x, given = _rows(inputs.x, sizes)
-    weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
-    y = _torch_memory.empty_like(inputs.x) if out is None else out
-    taken = _route.loops(sizes, y.stride())
+    x = inputs.x
+    y = _torch_memory.empty_like(x) if out is None else out
     target = y
-    if taken is None or (out is not None and _overlaps(out, given, taken, x, weight, bias)):
-        target = torch.empty_like(x, memory_format=torch.contiguous_format)
-        taken = _route.loops(sizes, target.stride())
-    assert taken is not None
-    _native.forward(
-        x.data_ptr(),
-        _address(weight),
-        _address(bias),
-        target.data_ptr() if var is None else 0,
-        stats.data_ptr(),
-        _address(var),
-        given.rows,
-        given.n,
-        given.stride,
-        taken.stride,
-        *_constants(x, weight, bias, sizes),
-    )
-    if target is not y and var is None:
-        return y.copy_(target)
-    if out is not None:
+    if out is not None and any(_share_memory(out, t) for t in inputs):
+        # Nothing is overwritten before it is read.
+        target = torch.empty_like(x)
+    _run_forward(inputs, sizes, target, measured, stats)
+    if target is not y:
+        y.copy_(target)
+    elif out is not None:
         increment_version(out)  # as copy_ does: what was saved of it is gone
     return y
+
+
+def _run_forward(
+    inputs: Inputs,
+    sizes: Sizes,
+    y: Tensor | None,
+    measured: Measured | None,
+    stats: Tensor | None = None,
+) -> None:
+    """One call of the kernel, which writes ``y`` and the statistics."""
+    x, mask = inputs.x, inputs.mask
+    target = y
+    weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
+    running = [_running(t) for t in inputs[4:]]
+    expanded = None if mask is None else mask.expand(x.shape)
+    stats = stats if measured is None else measured.stats
+
+    def refused() -> str | None:
+        return _native.forward(
+            _route.axes(sizes, _is_affine(inputs)),
+            _given(x),
+            _given(target),
+            _given(expanded),
+            _address(weight),
+            _address(bias),
+            *[_address(t) for t in running],
+            _address(stats),
+            _address(None if measured is None else measured.var),
+            _address(None if measured is None else measured.count),
+            _constants(x, weight, bias, running, sizes),
+        )
+
+    if refused() is None:
+        return
+    # The axes are interleaved: everything in one order.
+    x = x.contiguous()
+    if target is not None:
+        target = torch.empty_like(x)
+    if expanded is not None:
+        expanded = expanded.contiguous()
+    again = refused()
+    assert again is None, again
+    if y is not None and target is not None:
+        y.copy_(target)
 
 
 def _native_backward(
     grad: Tensor, inputs: Inputs, sizes: Sizes, stats: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    x, given = _rows(inputs.x, sizes)
-    grad, coming = _rows(grad, sizes)
+    x, mask = inputs.x, inputs.mask
     weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
+    running = [_running(t) for t in inputs[4:]]
+    expanded = None if mask is None else mask.expand(x.shape)
     dx = target = dweight = dbias = None
-    stride = 0
     if needs[0]:
-        dx = target = _torch_memory.empty_like(inputs.x)
-        taken = _route.loops(sizes, dx.stride())
-        if taken is None:
-            target = torch.empty_like(x, memory_format=torch.contiguous_format)
-            taken = _route.loops(sizes, target.stride())
-            assert taken is not None
-        stride = taken.stride
+        dx = target = _torch_memory.empty_like(x)
     if needs[1] and weight is not None:
         dweight = torch.empty_like(weight)
     if needs[2] and bias is not None:
         dbias = torch.empty_like(bias)
-    _native.backward(
-        grad.data_ptr(),
-        x.data_ptr(),
-        _address(weight),
-        stats.data_ptr(),
-        _address(target),
-        _address(dweight),
-        _address(dbias),
-        given.rows,
-        given.n,
-        coming.stride,
-        given.stride,
-        stride,
-        *_constants(x, weight, bias, sizes),
-    )
+
+    def refused() -> str | None:
+        return _native.backward(
+            _route.axes(sizes, _is_affine(inputs)),
+            _given(grad),
+            _given(x),
+            _given(target),
+            _given(expanded),
+            _address(weight),
+            _address(bias),
+            *[_address(t) for t in running],
+            stats.data_ptr(),
+            _address(dweight),
+            _address(dbias),
+            _constants(x, weight, bias, running, sizes),
+        )
+
+    if refused() is None:
+        return dx, dweight, dbias
+    grad = torch.empty_like(x).copy_(grad)  # expanded, or of another memory format
+    if refused() is not None:
+        grad, x = grad.contiguous(), x.contiguous()
+        if target is not None:
+            target = torch.empty_like(x)
+        if expanded is not None:
+            expanded = expanded.contiguous()
+        again = refused()
+        assert again is None, again
     if dx is not None and target is not None and target is not dx:
         dx.copy_(target)
     return dx, dweight, dbias
 
 
+def _given(t: Tensor | None) -> tuple[int, tuple[int, ...]]:
+    return (0, ()) if t is None else (t.data_ptr(), t.stride())
+
+
 def _constants(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, sizes: Sizes
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Sequence[Tensor | None],
+    sizes: Sizes,
 ) -> tuple[Any, ...]:
     scheme = sizes.layout.scheme
     code = _CODES[x.dtype]
     return (
         code,
-        code if weight is None else _CODES[weight.dtype],
-        code if bias is None else _CODES[bias.dtype],
+        *[code if t is None else _CODES[t.dtype] for t in (weight, bias, *running)],
         scheme.center,
         scheme.rounding == "before_affine",
         reference.resolve_eps(scheme, x.dtype),
-        sizes.group_size - scheme.correction,
+        scheme.correction,
         scheme.weight_offset,
     )
-
-
-def _rows(x: Tensor, sizes: Sizes) -> tuple[Tensor, _route.Loops]:
-    """The tensor, or a contiguous copy where its rows are not, with its loops."""
-    found = _route.loops(sizes, x.stride())
-    if found is None:
-        x = x.contiguous()
-        found = _route.loops(sizes, x.stride())
-        assert found is not None
-    return x, found
 
 
 def _parameter(parameter: Tensor | None, x: Tensor) -> Tensor | None:
@@ -508,12 +631,8 @@ def _parameter(parameter: Tensor | None, x: Tensor) -> Tensor | None:
     return parameter.contiguous()
 
 
-def _overlaps(
-    out: Tensor, given: _route.Loops, taken: _route.Loops, x: Tensor, *others: Tensor | None
-) -> bool:
-    """Whether writing ``out`` could change an input before it is read; exactly x is fine."""
-    same = out.data_ptr() == x.data_ptr() and given.stride == taken.stride
-    return any(_share_memory(out, t) for t in (*others, None if same else x))
+def _running(statistic: Tensor | None) -> Tensor | None:
+    return None if statistic is None else statistic.contiguous()
 
 
 def _share_memory(a: Tensor, b: Tensor | None) -> bool:
@@ -755,7 +874,7 @@ def _op_running(
 ) -> tuple[Tensor, Tensor]:
     inputs = Inputs(x, None, None, mask, running_mean, running_var)
     meaning = as_scheme(scheme)
-    return _moved(inputs, meaning, reference.moments(x, meaning, mask=mask))
+    return _moved(inputs, meaning, _measure(inputs, meaning))
 
 
 def _fake_running(

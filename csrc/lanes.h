@@ -1,0 +1,573 @@
+// The nest of lanes: neighbours in memory belong to different groups, and a group steps over the
+// reduced loops. LayerNorm2d of channels-first tensors; BatchNorm, InstanceNorm and GroupNorm of
+// channels-last ones. A tile of lanes is done at once, so that its steps stay in the cache.
+#pragma once
+
+namespace {
+
+// A unit under way: a tile. Arrays of `pitch` elements, one for each lane, in one block of memory.
+template <class C> struct LaneUnit {
+  int64_t lanes, pitch;
+  int32_t passes, repair;  // repair: some lane has to be done again
+  C *k, *hi, *lo, *shift, *rstd;
+  C *first, *mean, *slope;       // backward; `first` shifts the sums
+  double *count;                 // of valid elements of the lane's group
+  double *sums;                  // for each part three times `pitch`
+  unsigned char *unsafe, *redo;  // the slow path: for all, or for dx
+
+  double *part(int64_t p, int i) const { return sums + (3 * p + i) * pitch; }
+  Constants<C> constants() const { return {hi, shift, rstd}; }
+};
+
+inline int64_t lane_pitch(const Nest &nest) { return round_up(nest.tile, 16); }
+inline int64_t lane_slot(const Nest &nest) {
+  const int64_t pitch = lane_pitch(nest);
+  return round_up((int64_t)sizeof(LaneUnit<double>), 64) +
+         pitch * 8 * (9 + 3 * nest.applied.parts) + round_up(2 * pitch, 64);
+}
+template <class C> LaneUnit<C> &lane_unit(const Nest &nest, void *slot) {
+  LaneUnit<C> &u = *(LaneUnit<C> *)slot;
+  u.pitch = lane_pitch(nest);
+  char *p = (char *)slot + round_up((int64_t)sizeof(LaneUnit<double>), 64);
+  C **const arrays[] = {&u.k, &u.hi, &u.lo, &u.shift, &u.rstd, &u.first, &u.mean, &u.slope};
+  for (C **array : arrays) {
+    *array = (C *)p;
+    p += u.pitch * 8;
+  }
+  u.count = (double *)p;
+  u.sums = u.count + u.pitch;
+  u.unsafe = (unsigned char *)(u.sums + 3 * nest.applied.parts * u.pitch);
+  u.redo = u.unsafe + u.pitch;
+  return u;
+}
+
+// out[j] += v[j]
+INLINE void add_to(double *out, vd v) { store(out, load(out) + v); }
+INLINE void add_to(double *out, vf v) {
+  float part[lanes<float>];
+  store(part, v);
+  for (int j = 0; j < lanes<float>; j++) out[j] += (double)part[j];
+}
+
+constexpr int LANE_BLOCK = 64;  // steps that are summed in the compute type, then in double
+constexpr int SAMPLES = 8;      // steps that give the shift of the sums
+constexpr int AT_ONCE = VB == 64 ? 8 : 4;  // vectors of lanes: as many sums as fit into registers
+
+template <int N> struct Number { static constexpr int value = N; };
+
+// body(Number<B>, Number<partial>, lane, tail): blocks of B vectors that cover the lanes. Of the last
+// one, a partial vector, only `tail` lanes are there.
+template <int W, class Body> INLINE void each_block(int64_t lanes, const Body &body) {
+  int64_t lane = 0;
+  const auto block = [&](auto number) __attribute__((always_inline)) {
+    body(number, Number<0>{}, lane, (int64_t)0);
+    lane += decltype(number)::value * W;
+  };
+  while (lanes - lane >= AT_ONCE * W) block(Number<AT_ONCE>{});
+  while (lanes - lane >= 2 * W) block(Number<2>{});
+  if (lanes - lane >= W) block(Number<1>{});
+  if (lanes > lane) body(Number<1>{}, Number<1>{}, lane, lanes - lane);
+}
+
+template <class T> struct OfLanes {
+  typedef Scalar<T> C;
+  typedef Vector<T> V;
+  typedef LaneUnit<C> Unit;
+  static constexpr int TOGETHER = 1;
+  static constexpr int W = lanes<T>;
+
+  const Task &task;
+  const Job &job = *task.job;
+  const Nest &nest = *task.nest;
+  const bool center = job.center, rounded = can_round<T> && job.rounded;
+  const C *const weight = (const C *)task.weight, *const bias = (const C *)task.bias;
+
+  Place place(int64_t unit) const {
+    Place p = {};
+    seek(p, nest.kept, nest.kept_loops, unit / nest.tiles);
+    const int64_t lane = unit % nest.tiles * nest.tile;
+    p.at[X] += lane;
+    p.at[Y] += lane;
+    p.at[GRAD] += lane;
+    p.at[DX] += lane;
+    p.at[MASK] += lane * nest.mask_step;
+    p.at[AFFINE] += lane * nest.per_element;
+    p.at[STATS] += lane / nest.fold * nest.stats_step;
+    p.at[RUNNING] += lane / nest.fold * nest.running_step;
+    return p;
+  }
+  Unit &unit_in(void *slot, int64_t unit) const {
+    Unit &u = lane_unit<C>(nest, slot);
+    u.lanes = smaller(nest.tile, nest.width - unit % nest.tiles * nest.tile);
+    return u;
+  }
+  int64_t slot() const { return lane_slot(nest); }
+  static Unit &unit_again(void *slot) { return *(Unit *)slot; }
+  const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }
+  const T *grad(const Place &p) const { return (const T *)job.grad + p.at[GRAD]; }
+  const unsigned char *mask(const Place &p) const { return task.mask + p.at[MASK]; }
+
+  // f(place) for each step of a part.
+  template <class F> INLINE void each_step(const Place &at, int64_t part, const F &f) const {
+    each_piece(nest.applied, at, part,
+               [&](const Place &p, int64_t, int64_t, int64_t)
+                   __attribute__((always_inline)) { f(p); });
+  }
+  template <class F> INLINE void every_step(const Place &at, const F &f) const {
+    each_line(nest.applied, at, 0, nest.applied.count,
+              [&](const Place &p, int64_t) __attribute__((always_inline)) { f(p); });
+  }
+
+  // Adds up the lanes of a group and gives each of them the sum.
+  void fold(double *values, int64_t lanes) const {
+    for (int64_t j = 0; nest.fold > 1 && j < lanes; j += nest.fold) {
+      double total = 0;
+      for (int64_t i = j; i < j + nest.fold; i++) total += values[i];
+      for (int64_t i = j; i < j + nest.fold; i++) values[i] = total;
+    }
+  }
+
+  NOINLINE void count(const Place &at, Unit &u) const {
+    for (int64_t j = 0; j < u.pitch; j++) u.count[j] = task.mask ? 0 : (double)nest.group_size;
+    if (!task.mask) return;
+    every_step(at, [&](const Place &p) {
+      const unsigned char *m = mask(p);
+      for (int64_t j = 0; j < u.lanes; j++) u.count[j] += m[j * nest.mask_step] != 0;
+    });
+    fold(u.count, u.lanes);
+  }
+
+  void merge_parts(const Unit &u, int sums) const {
+    for (int i = 0; i < sums; i++)
+      for (int64_t p = 1; p < nest.applied.parts; p++)
+        for (int64_t j = 0; j < u.pitch; j++) u.part(0, i)[j] += u.part(p, i)[j];
+  }
+
+  // Statistics that the compute type cannot hold contribute nothing to vector sums.
+  int32_t take_out_unsafe(Unit &u) const {
+    int32_t any = 0;
+    for (int64_t j = 0; j < u.lanes; j++) {
+      if (u.unsafe[j]) u.hi[j] = u.lo[j] = u.rstd[j] = 0, any = 1;
+      u.shift[j] = -u.lo[j] * u.rstd[j];
+    }
+    return any;
+  }
+  void take_given_lanes(const Place &at, Unit &u) const {
+    for (int64_t j = 0; j < u.lanes; j++)
+      u.unsafe[j] = !take_given(task, at.at[RUNNING] + j / nest.fold * nest.running_step, u.hi[j],
+                                u.lo[j], u.rstd[j]);
+  }
+
+  // ---- forward
+
+  NOINLINE void start(const Place &at, Unit &u) const {
+    u.passes = u.repair = 0;
+    memset(u.unsafe, 0, (size_t)u.pitch);
+    count(at, u);
+    if (task.running_mean) {
+      take_given_lanes(at, u);
+      u.repair = take_out_unsafe(u);
+      return;
+    }
+    memset(u.k, 0, (size_t)u.pitch * sizeof(C));
+    if (!center) return;
+    if (task.mask) shift_masked(at, u);
+    else shift(at, u);
+    for (int64_t j = 0; nest.fold > 1 && j < u.lanes; j += nest.fold) {
+      const C k = u.k[j];
+      double near = 0;
+      for (int64_t i = j; i < j + nest.fold; i++) near += (double)(u.k[i] - k);
+      for (int64_t i = j; i < j + nest.fold; i++) u.k[i] = k + (C)(near / (double)nest.fold);
+    }
+  }
+
+  // k: the mean of some steps all over the group, exactly their common value if they are equal.
+  NOINLINE void shift(const Place &at, Unit &u) const {
+    const int64_t steps = nest.applied.count, samples = smaller(SAMPLES, steps);
+    const T *sample[SAMPLES];
+    for (int64_t s = 0; s < samples; s++) {
+      Place p = at;
+      seek(p, nest.applied.loop, nest.applied.loops, s * steps / samples);
+      sample[s] = x(p);
+    }
+    const C part = (C)1 / (C)samples;
+    const auto mean = [&](int64_t j, int64_t tail) __attribute__((always_inline)) {
+      const V x0 = tail ? load(sample[0] + j, tail) : load(sample[0] + j);
+      V s = {};
+      for (int64_t i = 1; i < samples; i++)
+        s += (tail ? load(sample[i] + j, tail) : load(sample[i] + j)) - x0;
+      store(u.k + j, x0 + s * part);
+    };
+    int64_t j = 0;
+    for (; j + W <= u.lanes; j += W) mean(j, 0);
+    if (j < u.lanes) mean(j, u.lanes - j);
+  }
+  // k: the first valid element of each lane.
+  NOINLINE void shift_masked(const Place &at, Unit &u) const {
+    int64_t missing = u.lanes;
+    memset(u.redo, 0, (size_t)u.pitch);
+    every_step(at, [&](const Place &p) {
+      if (!missing) return;
+      for (int64_t j = 0; j < u.lanes; j++) {
+        if (u.redo[j] || !mask(p)[j * nest.mask_step]) continue;
+        u.k[j] = (C)get(x(p) + j);
+        u.redo[j] = 1;
+        missing--;
+      }
+    });
+    // A lane without a valid element takes the shift of another one of its group.
+    for (int64_t j = 0; nest.fold > 1 && j < u.lanes; j += nest.fold) {
+      int64_t valid = j;
+      while (valid + 1 < j + nest.fold && !u.redo[valid]) valid++;
+      for (int64_t i = j; i < j + nest.fold; i++)
+        if (!u.redo[i]) u.k[i] = u.k[valid];
+    }
+  }
+
+  NOINLINE void sum(const Place &at, Unit &u, int64_t part) const {
+    double *s = u.part(part, 0), *q = u.part(part, 1);
+    memset(s, 0, (size_t)u.pitch * 2 * sizeof *s);
+    if (task.mask) return sum_masked(at, u, part);
+    each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
+                               __attribute__((always_inline)) {
+      constexpr int B = decltype(number)::value;
+      constexpr bool Partial = decltype(partial)::value;
+      V k[B], sums[B] = {}, squares[B] = {};
+      for (int j = 0; j < B; j++) k[j] = load(u.k + lane + j * W);
+      int steps = 0;
+      const auto flush = [&]() __attribute__((always_inline)) {
+        for (int j = 0; j < B; j++) {
+          add_to(s + lane + j * W, sums[j]);
+          add_to(q + lane + j * W, squares[j]);
+          sums[j] = squares[j] = V{};
+        }
+        steps = 0;
+      };
+      each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
+        const T *v = x(p) + lane;
+#pragma GCC unroll 8
+        for (int j = 0; j < B; j++) {
+          const bool last = Partial && j == B - 1;
+          const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - k[j];
+          sums[j] += d;
+          squares[j] = fma(d, d, squares[j]);
+        }
+        if (++steps == LANE_BLOCK) flush();
+      });
+      flush();
+    });
+  }
+  NOINLINE void sum_masked(const Place &at, Unit &u, int64_t part) const {
+    double *s = u.part(part, 0), *q = u.part(part, 1);
+    each_step(at, part, [&](const Place &p) {
+      const unsigned char *m = mask(p);
+      for (int64_t begin = 0; begin < u.lanes; begin += STAGED) {
+        C staged[STAGED];
+        const int64_t n = smaller(STAGED, u.lanes - begin);
+        stage(x(p) + begin, m + begin * nest.mask_step, nest.mask_step, n, (C)0, staged);
+        for (int64_t j = 0; j < n; j++) {
+          const double d = m[(begin + j) * nest.mask_step]
+                               ? (double)(staged[j] - u.k[begin + j]) : 0.0;
+          s[begin + j] += d;
+          q[begin + j] += d * d;
+        }
+      }
+    });
+  }
+
+  NOINLINE int finish(const Place &at, Unit &u) const {
+    merge_parts(u, 2);
+    double *s = u.part(0, 0), *q = u.part(0, 1);
+    if (!center) memset(s, 0, (size_t)u.pitch * sizeof *s);
+    fold(s, u.lanes);
+    fold(q, u.lanes);
+    if (center && u.passes++ == 0) {
+      int again = 0;
+      for (int64_t j = 0; j < u.lanes; j++) {
+        // The shift is more than 1.5 deviations off, or not a number.
+        u.redo[j] = u.count[j] > 0 && !(13.0 / 9.0 * s[j] * s[j] <= u.count[j] * q[j]);
+        again |= u.redo[j];
+      }
+      if (again) {
+        for (int64_t j = 0; j < u.lanes; j++)
+          if (u.redo[j]) u.k[j] += (C)(s[j] / u.count[j]);
+        return 1;
+      }
+    }
+    double *var = u.part(0, 2);
+    const double eps = job.eps, correction = task.correction;
+    int32_t unsafe = 0;
+    for (int64_t j = 0; j < u.lanes; j++) {
+      const double n = u.count[j] > 0 ? u.count[j] : 1, free = u.count[j] - correction;
+      const double lo = s[j] / n;
+      double squares = q[j] - s[j] * lo;
+      squares = squares < 0 ? 0 : squares;
+      var[j] = squares / (free > 0 ? free : 1);
+      const double v = var[j] + eps;
+      const double rstd = v == 0 ? 0 : 1 / __builtin_sqrt(v);
+      u.lo[j] = (C)lo;
+      u.rstd[j] = (C)rstd;
+    }
+    for (int64_t j = 0; j < u.lanes; j++) {
+      const C hi = u.hi[j] = u.k[j];
+      const bool redo = !finite(var[j]) || (u.rstd[j] < least_normal<C> && u.rstd[j] >= 0) ||
+                        (var[j] < tiny<C> && eps < tiny<C>) ||
+                        (center && !(mean_is_safe<C>(hi, u.lo[j]) && (u.lo[j] != 0 || s[j] == 0)));
+      u.unsafe[j] = redo && u.count[j] > 0;
+      unsafe |= u.unsafe[j];
+    }
+    for (int64_t j = 0; j < u.lanes; j += nest.fold) {
+      C hi = u.hi[j], lo = u.lo[j], rstd = u.rstd[j];
+      double v = var[j];
+      if (u.unsafe[j]) {
+        const Exact<T> exact = exact_group<T>(task, at, j, nest.fold, u.count[j]);
+        exact.save(&hi, &lo, &rstd);
+        v = exact.var;
+      }
+      save_statistics(task, at.at[STATS] + j / nest.fold * nest.stats_step, hi, lo, rstd, v,
+                      u.count[j]);
+    }
+    take_out_unsafe(u);
+    u.repair = unsafe;
+    return unsafe ? 2 : 0;
+  }
+
+  void apply(const Place &at, const Unit &u, int64_t part) const {
+    if (!job.y) return;
+    if (nest.per_element) apply_to<true>(at, u, part);
+    else apply_to<false>(at, u, part);
+  }
+  template <bool PerElement>
+  NOINLINE void apply_to(const Place &at, const Unit &u, int64_t part) const {
+    each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
+      T *y = (T *)job.y + p.at[Y];
+      apply_line<T, true, PerElement>(x(p), y, u.lanes, u.constants(), rounded,
+                                      weight + p.at[AFFINE], bias + p.at[AFFINE]);
+      if (task.mask) zero_masked(y, mask(p), nest.mask_step, u.lanes);
+    });
+  }
+
+  NOINLINE void repair(const Place &at, const Unit &u) const {
+    for (int64_t j = 0; job.y && j < u.lanes; j += nest.fold) {
+      if (!u.unsafe[j]) continue;
+      if (task.running_mean)
+        forward_by<T>(task, Given(task, at.at[RUNNING] + j / nest.fold * nest.running_step), at, j,
+                      nest.fold);
+      else
+        forward_by<T>(task, exact_group<T>(task, at, j, nest.fold, u.count[j]), at, j, nest.fold);
+    }
+  }
+
+  // ---- backward
+
+  NOINLINE void start_backward(const Place &at, Unit &u) const {
+    u.repair = 0;
+    memset(u.unsafe, 0, (size_t)u.pitch);
+    memset(u.redo, 0, (size_t)u.pitch);
+    memset(u.first, 0, (size_t)u.pitch * sizeof(C));
+    memset(u.mean, 0, (size_t)u.pitch * sizeof(C));
+    memset(u.slope, 0, (size_t)u.pitch * sizeof(C));
+    count(at, u);
+    if (task.running_mean) {
+      take_given_lanes(at, u);
+    } else {
+      for (int64_t j = 0; j < u.lanes; j++) {
+        const C *stats = (const C *)job.stats + at.at[STATS] + j / nest.fold * nest.stats_step;
+        u.hi[j] = stats[0];
+        u.lo[j] = stats[nest.groups];
+        u.rstd[j] = stats[2 * nest.groups];
+        u.unsafe[j] = u.count[j] > 0 && !saved_is_safe(u.hi[j], u.lo[j], u.rstd[j]);
+      }
+    }
+    u.repair = take_out_unsafe(u);
+    if (task.mask) return;
+    // The sums are of grad - first, or where weights change along the steps of grad * weight - first.
+    if (nest.per_element)
+      for (int64_t j = 0; j < u.lanes; j++) u.first[j] = (C)get(grad(at) + j);
+    else
+      for (int64_t j = 0; j < u.lanes; j++)
+        u.first[j] = (C)get(grad(at) + j / nest.fold * nest.fold) * weight[at.at[AFFINE]];
+  }
+
+  double *unit_sums(int64_t unit) const {  // PerElement: of grad * xhat, then of grad
+    return (double *)task.sums + unit * 2 * lane_pitch(nest);
+  }
+  C *chunk_sums(int64_t unit) const {
+    return (C *)task.sums + unit / task.chunk * 2 * task.pitch;
+  }
+
+  void sum_backward(const Place &at, Unit &u, int64_t part, int64_t unit) const {
+    double *s1 = u.part(part, 0), *s2 = u.part(part, 1), *s3 = u.part(part, 2);
+    memset(s1, 0, (size_t)u.pitch * 3 * sizeof *s1);
+    C *const for_weight = nest.per_element || !task.sums ? nullptr : chunk_sums(unit);
+    C *const for_bias = for_weight + (for_weight ? task.pitch : 0);
+    if (task.mask) sum_masked_backward(at, u, part, for_weight, for_bias);
+    else if (nest.per_element) sum_gradients<true>(at, u, part, s1, s2, s3, nullptr, nullptr);
+    else sum_gradients<false>(at, u, part, s1, s2, s3, for_weight, for_bias);
+  }
+  template <bool PerElement>
+  NOINLINE void sum_gradients(const Place &at, const Unit &u, int64_t part, double *s1, double *s2,
+                              double *s3, C *for_weight, C *for_bias) const {
+    const Constants<C> c = u.constants();
+    each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
+                               __attribute__((always_inline)) {
+      constexpr int B = decltype(number)::value;
+      constexpr bool Partial = decltype(partial)::value;
+      constexpr bool Third = can_round<T> && PerElement;
+      V a1[B] = {}, a2[B] = {}, a3[B] = {};
+      int steps = 0;
+      const auto flush = [&]() __attribute__((always_inline)) {
+        for (int j = 0; j < B; j++) {
+          add_to(s1 + lane + j * W, a1[j]);
+          add_to(s2 + lane + j * W, a2[j]);
+          if (Third && rounded) add_to(s3 + lane + j * W, a3[j]);
+          a1[j] = a2[j] = a3[j] = V{};
+        }
+        steps = 0;
+      };
+      each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
+        const T *v = x(p) + lane, *g = grad(p) + lane;
+        const V w = PerElement ? V{} : broadcast(weight[p.at[AFFINE]]);
+        V by_weight = {}, by_bias = {};
+#pragma GCC unroll 8
+        for (int j = 0; j < B; j++) {
+          const int64_t rest = Partial && j == B - 1 ? tail : 0;
+          const V gj = rest ? load(g + j * W, rest) : load(g + j * W);
+          V vj = standardized<T, true>(rest ? load(v + j * W, rest) : load(v + j * W), c,
+                                               lane + j * W, rest);
+          const V gw = PerElement ? gj : gj * w;
+          const V first = load(u.first + lane + j * W);
+          a1[j] += gw - first;
+          a2[j] = fma(vj, gw, a2[j]);
+          if (can_round<T> && rounded) vj = round_as<T>(vj);
+          if (Third && rounded) a3[j] = fma(vj, gj, a3[j]);
+          if (!PerElement) {
+            by_weight = j ? fma(vj, gj, by_weight) : vj * gj;
+            by_bias = j ? by_bias + gj : gj;
+          }
+        }
+        if (!PerElement && for_weight) {
+          C *dw = for_weight + p.at[AFFINE] * 16, *db = for_bias + p.at[AFFINE] * 16;
+          store(dw, load(dw) + by_weight);
+          store(db, load(db) + by_bias);
+        }
+        if (++steps == LANE_BLOCK) flush();
+      });
+      flush();
+    });
+  }
+
+  NOINLINE void sum_masked_backward(const Place &at, Unit &u, int64_t part, C *for_weight,
+                           C *for_bias) const {
+    double *s1 = u.part(part, 0), *s2 = u.part(part, 1), *s3 = u.part(part, 2);
+    each_step(at, part, [&](const Place &p) {
+      const unsigned char *m = mask(p);
+      const C w = nest.per_element ? 1 : weight[p.at[AFFINE]];
+      double by_weight = 0, by_bias = 0;
+      for (int64_t begin = 0; begin < u.lanes; begin += STAGED) {
+        const int64_t n = smaller(STAGED, u.lanes - begin);
+        C gs[STAGED], vs[STAGED];
+        stage(grad(p) + begin, m + begin * nest.mask_step, nest.mask_step, n, (C)0, gs);
+        stage(x(p) + begin, m + begin * nest.mask_step, nest.mask_step, n, (C)0, vs);
+        for (int64_t i = 0; i < n; i++) {
+          const int64_t j = begin + i;
+          if (!m[j * nest.mask_step]) continue;
+          const double xhat = (double)(((vs[i] - u.hi[j]) - u.lo[j]) * u.rstd[j]);
+          const double kept = rounded ? round_as<T>(xhat) : xhat;
+          const double gw = (double)(gs[i] * w);
+          s1[j] += gw;
+          s2[j] += gw * xhat;
+          s3[j] += (double)gs[i] * kept;
+          by_weight += (double)gs[i] * kept;
+          by_bias += (double)gs[i];
+        }
+      }
+      if (!for_weight) return;
+      for_weight[p.at[AFFINE] * 16] += (C)by_weight;
+      for_bias[p.at[AFFINE] * 16] += (C)by_bias;
+    });
+  }
+
+  NOINLINE int finish_backward(const Place &at, Unit &u, int64_t unit) const {
+    merge_parts(u, 3);
+    double *s1 = u.part(0, 0), *s2 = u.part(0, 1), *s3 = u.part(0, 2);
+    const C *w = weight + at.at[AFFINE];
+    const double steps = (double)nest.applied.count;
+    if (nest.per_element && task.sums) {
+      double *dw = unit_sums(unit), *db = dw + lane_pitch(nest);
+      const double *by_xhat = rounded ? s3 : s2;
+      for (int64_t j = 0; j < u.lanes; j++) {
+        dw[j] = by_xhat[j];
+        db[j] = s1[j] + (double)u.first[j] * (task.mask ? 0 : steps);
+      }
+    }
+    if (task.sums)
+      for (int64_t j = 0; u.repair && j < u.lanes; j += nest.fold)
+        if (u.unsafe[j]) add_exact(at, u, unit, j);
+    if (task.running_mean) return u.repair ? 2 : 0;
+    if (nest.per_element) {
+      // From grad to grad * weight; for the first element as the derivative rounds it.
+      for (int64_t j = 0; j < u.lanes; j++) {
+        const C gw = u.first[j] * w[j], group = u.first[j / nest.fold * nest.fold] *
+                                                w[j / nest.fold * nest.fold];
+        s1[j] = (double)w[j] * s1[j] + ((double)gw - (double)group) * steps;
+        s2[j] = (double)w[j] * s2[j];
+      }
+      for (int64_t j = u.lanes - 1; j >= 0; j--)
+        u.first[j] = u.first[j / nest.fold * nest.fold] * w[j / nest.fold * nest.fold];
+    }
+    fold(s1, u.lanes);
+    fold(s2, u.lanes);
+    for (int64_t j = 0; j < u.lanes; j++) {
+      const double n = u.count[j] > 0 ? u.count[j] : 1, free = u.count[j] - task.correction;
+      u.mean[j] = center ? -(C)((double)u.first[j] + s1[j] / n) : C(0);
+      u.slope[j] = -(C)(s2[j] / (free > 0 ? free : 1));
+      u.redo[j] = u.unsafe[j] || !finite(u.mean[j]) || !finite(u.slope[j]);
+      u.repair |= u.redo[j];
+    }
+    return u.repair ? 2 : 0;
+  }
+
+  NOINLINE void add_exact(const Place &at, const Unit &u, int64_t unit, int64_t lane) const {
+    const auto add = [&](const Place &p, int64_t i, double v) {
+      if (nest.per_element) unit_sums(unit)[i] += v;
+      else chunk_sums(unit)[p.at[AFFINE] * 16] += (C)v;
+    };
+    if (task.running_mean)
+      weight_by<T>(task, Given(task, at.at[RUNNING] + lane / nest.fold * nest.running_step), at,
+                   lane, nest.fold, add);
+    else
+      weight_by<T>(task, exact_group<T>(task, at, lane, nest.fold, u.count[lane]), at, lane,
+                   nest.fold, add);
+  }
+
+  void apply_backward(const Place &at, const Unit &u, int64_t part) const {
+    if (!job.dx) return;
+    if (nest.per_element) differentiate<true>(at, u, part);
+    else differentiate<false>(at, u, part);
+  }
+  template <bool PerElement>
+  NOINLINE void differentiate(const Place &at, const Unit &u, int64_t part) const {
+    each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
+      T *dx = (T *)job.dx + p.at[DX];
+      derivative_line<T, true, PerElement>(grad(p), x(p), dx, u.lanes, u.constants(), u.mean,
+                                           u.slope, weight + p.at[AFFINE],
+                                           task.running_mean != nullptr);
+      if (task.mask) zero_masked(dx, mask(p), nest.mask_step, u.lanes);
+    });
+  }
+
+  NOINLINE void repair_backward(const Place &at, const Unit &u) const {
+    for (int64_t j = 0; job.dx && j < u.lanes; j += nest.fold) {
+      if (!u.redo[j] && !u.unsafe[j]) continue;
+      if (task.running_mean)
+        derivative_by<T>(task, Given(task, at.at[RUNNING] + j / nest.fold * nest.running_step), at,
+                         j, nest.fold);
+      else
+        derivative_by<T>(task, exact_group<T>(task, at, j, nest.fold, u.count[j]), at, j, nest.fold,
+                         u.count[j]);
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,306 @@
+// What the two nests of kernels.cpp share: places in the tensors, lines of contiguous elements, masks,
+// the slow path for any group.
+#pragma once
+
+namespace {
+
+// Offsets into the tensors.
+struct Place {
+  int64_t at[ARRAYS];
+};
+INLINE void advance(Place &p, const Loop &loop, int64_t k) {
+  // Written out, so that offsets that nobody reads cost nothing.
+  p.at[X] += k * loop.step[X];
+  p.at[Y] += k * loop.step[Y];
+  p.at[GRAD] += k * loop.step[GRAD];
+  p.at[DX] += k * loop.step[DX];
+  p.at[MASK] += k * loop.step[MASK];
+  p.at[AFFINE] += k * loop.step[AFFINE];
+  p.at[STATS] += k * loop.step[STATS];
+  p.at[RUNNING] += k * loop.step[RUNNING];
+  p.at[PIECE] += k * loop.step[PIECE];
+}
+inline void seek(Place &p, const Loop *loop, int loops, int64_t index) {
+  for (int l = loops - 1; l >= 0 && index; l--) {
+    advance(p, loop[l], index % loop[l].size);
+    index /= loop[l].size;
+  }
+}
+
+// f(place, index) for the lines [begin, end), in order.
+template <class F>
+INLINE void each_line(const Lines &lines, const Place &start, int64_t begin, int64_t end,
+                      const F &f) {
+  if (begin >= end) return;
+  Place p = start;
+  int64_t index[MAX_LOOPS], rest = begin;
+  for (int l = lines.loops - 1; l >= 0; l--) {
+    index[l] = rest ? rest % lines.loop[l].size : 0;
+    rest = rest ? rest / lines.loop[l].size : 0;
+    if (index[l]) advance(p, lines.loop[l], index[l]);
+  }
+  for (int64_t i = begin;;) {
+    f(p, i);
+    if (++i == end) return;
+    int l = lines.loops - 1;
+    for (;; l--) {
+      advance(p, lines.loop[l], 1);
+      if (++index[l] < lines.loop[l].size) break;
+      advance(p, lines.loop[l], -lines.loop[l].size);
+      index[l] = 0;
+    }
+  }
+}
+
+// One part of the lines of a unit: f(place, line, first element, elements).
+template <class F>
+INLINE void each_piece(const Lines &lines, const Place &start, int64_t part, const F &f) {
+  if (lines.split > 1) {
+    const int64_t line = part / lines.split, first = part % lines.split * lines.piece;
+    each_line(lines, start, line, line + 1, [&](const Place &p, int64_t i)
+                                                __attribute__((always_inline)) {
+      f(p, i, first, smaller(lines.piece, lines.n - first));
+    });
+    return;
+  }
+  const int64_t begin = part * lines.per_part;
+  each_line(lines, start, begin, smaller(lines.count, begin + lines.per_part),
+            [&](const Place &p, int64_t i)
+                __attribute__((always_inline)) { f(p, i, (int64_t)0, lines.n); });
+}
+
+inline double as_double(int32_t dtype, const void *p, int64_t i) {
+  switch (dtype) {
+    case F32: return get((const float *)p + i);
+    case F64: return get((const double *)p + i);
+    case F16: return get((const f16 *)p + i);
+    default: return get((const bf16 *)p + i);
+  }
+}
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// ---- masks
+
+// n elements, with `fill` where they are not valid: what stands there has no influence.
+template <class T>
+INLINE void stage(const T *x, const unsigned char *mask, int64_t step, int64_t n, Scalar<T> fill,
+                  Scalar<T> *out) {
+  constexpr int W = lanes<T>;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, load(x + i));
+  if (i < n) store(out + i, load(x + i, n - i), n - i);
+  if (step) {
+    for (i = 0; i < n; i++) out[i] = mask[i] ? out[i] : fill;
+  } else if (!*mask) {
+    for (i = 0; i < n; i++) out[i] = fill;
+  }
+}
+template <class T>
+INLINE void zero_masked(T *y, const unsigned char *mask, int64_t step, int64_t n) {
+  const T zero = {};
+  if (step) {
+    for (int64_t i = 0; i < n; i++)
+      if (!mask[i]) y[i] = zero;
+  } else if (!*mask) {
+    for (int64_t i = 0; i < n; i++) y[i] = zero;
+  }
+}
+inline int64_t count_valid(const unsigned char *mask, int64_t step, int64_t n) {
+  if (!step) return *mask ? n : 0;
+  int64_t valid = 0;
+  for (int64_t i = 0; i < n; i++) valid += mask[i] != 0;
+  return valid;
+}
+// The first valid element, or n.
+inline int64_t first_valid(const unsigned char *mask, int64_t step, int64_t n) {
+  if (!step) return *mask ? 0 : n;
+  int64_t i = 0;
+  while (i < n && !mask[i]) i++;
+  return i;
+}
+
+inline double divisor_of(const Task &task, double count) {
+  const double free = count - task.correction;
+  return free > 0 ? free : 1;
+}
+
+// ---- a line: the statistics are one for all, or one for each element (PerLane)
+
+template <bool PerElement, class C>
+INLINE typename Compute<C>::vector parameter(const C *p, int64_t i, int64_t tail) {
+  if (!PerElement) return broadcast(*p);
+  return tail ? load(p + i, tail) : load(p + i);
+}
+
+template <class C> struct Constants {
+  const C *hi, *shift, *rstd;
+};
+
+template <class T, bool PerLane>
+INLINE Vector<T> standardized(Vector<T> x, const Constants<Scalar<T>> &c, int64_t i, int64_t tail) {
+  // Without a mean hi and shift are zero.
+  const Vector<T> hi = parameter<PerLane>(c.hi, i, tail), rstd = parameter<PerLane>(c.rstd, i, tail);
+  return fma(x - hi, rstd, parameter<PerLane>(c.shift, i, tail));
+}
+
+// Rounding to a type that is computed in itself changes nothing.
+template <class T> constexpr bool can_round = !same<T, Scalar<T>>;
+
+template <class T, bool PerLane, bool PerElement>
+INLINE void apply_line(const T *x, T *y, int64_t n, const Constants<Scalar<T>> &c, bool rounded,
+                       const Scalar<T> *weight, const Scalar<T> *bias) {
+  constexpr int W = lanes<T>;
+  typedef Vector<T> V;
+  const auto result = [&](V v, int64_t i, int64_t tail) __attribute__((always_inline)) {
+    v = standardized<T, PerLane>(v, c, i, tail);
+    if (can_round<T> && rounded) v = round_as<T>(v);
+    return fma(v, parameter<PerElement>(weight, i, tail), parameter<PerElement>(bias, i, tail));
+  };
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(y + i, result(load(x + i), i, 0));
+  if (i < n) store(y + i, result(load(x + i, n - i), i, n - i), n - i);
+}
+
+// dx of a line; mean and slope are minus mean(gw) and minus sum(gw * xhat) / divisor. With running
+// statistics, which do not depend on x, neither is there.
+template <class T, bool PerLane, bool PerElement>
+INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
+                            const Constants<Scalar<T>> &c, const Scalar<T> *mean,
+                            const Scalar<T> *slope, const Scalar<T> *weight, bool given) {
+  constexpr int W = lanes<T>;
+  typedef Vector<T> V;
+  const auto result = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    const V rstd = parameter<PerLane>(c.rstd, i, tail);
+    const V gw =
+        (tail ? load(grad + i, tail) : load(grad + i)) * parameter<PerElement>(weight, i, tail);
+    if (given) return gw * rstd;
+    const V v = standardized<T, PerLane>(tail ? load(x + i, tail) : load(x + i), c, i, tail);
+    return fma(v, parameter<PerLane>(slope, i, tail), gw + parameter<PerLane>(mean, i, tail)) * rstd;
+  };
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(dx + i, result(i, 0));
+  if (i < n) store(dx + i, result(i, n - i), n - i);
+}
+
+// ---- the slow path for one group: elements [first, first + width) of each line
+
+template <class F>
+INLINE void each_valid(const Task &task, const Place &start, int64_t first, int64_t width,
+                       const F &f) {
+  const Lines &lines = task.nest->applied;
+  each_line(lines, start, 0, lines.count, [&](const Place &p, int64_t) {
+    for (int64_t i = first; i < first + width; i++)
+      if (!task.mask || task.mask[p.at[MASK] + i * task.nest->mask_step]) f(p, i);
+  });
+}
+
+template <class T>
+Exact<T> exact_group(const Task &task, const Place &start, int64_t first, int64_t width,
+                     double count) {
+  const T *x = (const T *)task.job->x;
+  return Exact<T>(*task.job, count > 0 ? count : 1, divisor_of(task, count), [&](const auto &take) {
+    each_valid(task, start, first, width,
+               [&](const Place &p, int64_t i) { take(get(x + p.at[X] + i)); });
+  });
+}
+
+// The standardized element by running statistics that the compute type cannot hold well.
+struct Given {
+  double mean, rstd;
+  Given(const Task &task, int64_t channel)
+      : mean(task.job->center ? as_double(task.running_mean_dtype, task.running_mean, channel) : 0),
+        rstd(reciprocal_root(as_double(task.running_var_dtype, task.running_var, channel) +
+                             task.job->eps)) {}
+  double standardized(double x) const { return (x - mean) * rstd; }
+};
+
+template <class T, class By>
+void forward_by(const Task &task, const By &by, const Place &start, int64_t first, int64_t width) {
+  typedef Scalar<T> C;
+  const int64_t per_element = task.nest->per_element;
+  each_valid(task, start, first, width, [&](const Place &p, int64_t i) {
+    double v = by.standardized(get((const T *)task.job->x + p.at[X] + i));
+    if (task.job->rounded) v = round_as<T>(v);
+    const int64_t a = p.at[AFFINE] + i * per_element;
+    put((T *)task.job->y + p.at[Y] + i,
+        v * (double)((const C *)task.weight)[a] + (double)((const C *)task.bias)[a]);
+  });
+}
+
+// The contribution of a group to the sums for the weight: add(place, element, grad * xhat).
+template <class T, class By, class F>
+void weight_by(const Task &task, const By &by, const Place &start, int64_t first, int64_t width,
+               const F &add) {
+  each_valid(task, start, first, width, [&](const Place &p, int64_t i) {
+    double v = by.standardized(get((const T *)task.job->x + p.at[X] + i));
+    if (task.job->rounded) v = round_as<T>(v);
+    add(p, i, get((const T *)task.job->grad + p.at[GRAD] + i) * v);
+  });
+}
+
+template <class T>
+void derivative_by(const Task &task, const Exact<T> &exact, const Place &start, int64_t first,
+                   int64_t width, double count) {
+  typedef Scalar<T> C;
+  const Job &job = *task.job;
+  const int64_t per_element = task.nest->per_element;
+  const auto grad = [&](const Place &p, int64_t i) {
+    return get((const T *)job.grad + p.at[GRAD] + i);
+  };
+  const auto weight = [&](const Place &p, int64_t i) {
+    return (double)((const C *)task.weight)[p.at[AFFINE] + i * per_element];
+  };
+  const auto xhat = [&](const Place &p, int64_t i) {
+    return exact.standardized(get((const T *)job.x + p.at[X] + i));
+  };
+  double largest_g = 0, largest_w = 0;
+  each_valid(task, start, first, width, [&](const Place &p, int64_t i) {
+    const double g = __builtin_fabs(grad(p, i)), w = __builtin_fabs(weight(p, i));
+    if (!(g <= largest_g)) largest_g = g;
+    if (!(w <= largest_w)) largest_w = w;
+  });
+  const int eg = exponent(largest_g), ew = exponent(largest_w);
+  const auto scaled = [&](const Place &p, int64_t i) {
+    return scale(grad(p, i), -eg) * scale(weight(p, i), -ew);
+  };
+  Compensated s1, s2;
+  double first_one = 0;
+  bool any = false;
+  each_valid(task, start, first, width, [&](const Place &p, int64_t i) {
+    const double gw = scaled(p, i);
+    if (!any) first_one = gw;
+    any = true;
+    s1.add(gw - first_one);
+    s2.add(gw * xhat(p, i));
+  });
+  const double m1 = job.center ? first_one + s1.value() / count : 0;
+  const double m2 = s2.value() / divisor_of(task, count);
+  each_valid(task, start, first, width, [&](const Place &p, int64_t i) {
+    const double v = exact.plain * ((scaled(p, i) - m1) - xhat(p, i) * m2);
+    put((T *)job.dx + p.at[DX] + i, scale(v, eg + ew + exact.plain_e));
+  });
+}
+template <class T>
+void derivative_by(const Task &task, const Given &given, const Place &start, int64_t first,
+                   int64_t width) {
+  typedef Scalar<T> C;
+  each_valid(task, start, first, width, [&](const Place &p, int64_t i) {
+    const double w =
+        (double)((const C *)task.weight)[p.at[AFFINE] + i * task.nest->per_element];
+    put((T *)task.job->dx + p.at[DX] + i,
+        get((const T *)task.job->grad + p.at[GRAD] + i) * w * given.rstd);
+  });
+}
+
+// Whether the compute type holds the statistics with all their digits. A mean below 2^100 cannot make
+// x - mean overflow: it would be rounded away.
+template <class C> inline bool given_is_safe(C hi, C rstd) {
+  constexpr C most = same<C, float> ? (C)0x1p100 : (C)0x1p900;
+  return __builtin_fabs((double)hi) < (double)most && rstd >= least_normal<C> && finite(rstd);
+}
+template <class C> inline bool saved_is_safe(C hi, C lo, C rstd) {
+  return rstd >= least_normal<C> && finite(rstd) && mean_is_safe<C>(hi, lo);
+}
+
+}  // namespace

@@ -1,0 +1,279 @@
+#include "plan.h"
+
+#include <stdlib.h>
+
+#include <algorithm>
+
+namespace axisnorm {
+namespace {
+
+// Elements of a part: long enough that merging parts costs nothing, short enough for many threads
+// and for the cache.
+constexpr int64_t PART = 32768;
+constexpr int64_t STEPS = 256;  // of a part of lanes
+// Lanes of a tile: many, so that each step is a long run of memory, but a tile has to fit into the L2
+// cache.
+constexpr int64_t FEWEST = 128, MOST = 1024, TILE = 262144;  // the last one in elements
+// Lines shorter than this are lanes where that is possible.
+constexpr int64_t SHORT = 32;
+// Rows from this length on are shared among threads, if there are few.
+constexpr int64_t LONG = 65536;
+
+struct Dimension {
+  Loop loop;
+  bool reduced, affine, running;
+};
+
+int64_t product(const Loop *loop, int n) {
+  int64_t p = 1;
+  for (int i = 0; i < n; i++) p *= loop[i].size;
+  return p;
+}
+
+// Whether the inner one continues the outer one in every array that is looked at.
+bool continues(const Dimension &outer, const Dimension &inner, unsigned arrays) {
+  for (int a = 0; a < ARRAYS; a++)
+    if (arrays >> a & 1 && outer.loop.step[a] != inner.loop.step[a] * inner.loop.size) return false;
+  return true;
+}
+constexpr unsigned ALL = 1u << X | 1u << Y | 1u << GRAD | 1u << DX | 1u << MASK | 1u << AFFINE |
+                         1u << STATS | 1u << RUNNING;
+
+void cut(Lines &lines, bool lanes) {
+  lines.count = product(lines.loop, lines.loops);
+  lines.split = 1;
+  lines.piece = lines.n;
+  if (lanes) {
+    lines.per_part = STEPS;
+  } else if (lines.n > PART) {
+    lines.split = (lines.n + PART - 1) / PART;
+    lines.piece = PART;
+    lines.per_part = 1;
+  } else {
+    lines.per_part = std::max<int64_t>(1, PART / std::max<int64_t>(1, lines.n));
+  }
+  lines.parts = lines.split > 1 ? lines.count * lines.split
+                                : (lines.count + lines.per_part - 1) / lines.per_part;
+}
+
+}  // namespace
+
+Plan make_plan(const Problem &problem) {
+  Plan plan = {};
+  Nest &nest = plan.nest;
+  Dimension dims[MAX_LOOPS];
+  int count = 0;
+  bool any_affine = false;
+  nest.group_size = nest.groups = 1;
+  {
+    // Logical strides of what is stored densely: the weight, the statistics, running statistics.
+    int64_t affine = 1, stats = 1, running = 1;
+    Dimension found[MAX_LOOPS];
+    for (int i = problem.axes - 1; i >= 0; i--) {
+      const Axis &axis = problem.axis[i];
+      Dimension d = {};
+      d.reduced = axis.reduced;
+      d.affine = axis.affine;
+      d.running = axis.running;
+      d.loop.size = axis.size;
+      int64_t *step = d.loop.step;
+      step[X] = axis.x;
+      step[Y] = problem.has_y ? axis.y : axis.x;
+      step[GRAD] = problem.has_grad ? axis.grad : axis.x;
+      step[DX] = problem.has_dx ? axis.dx : axis.x;
+      step[MASK] = problem.has_mask ? axis.mask : 0;
+      if (axis.affine) step[AFFINE] = affine, affine *= axis.size;
+      if (!axis.reduced) step[STATS] = stats, stats *= axis.size;
+      if (axis.running) step[RUNNING] = running, running *= axis.size;
+      (axis.reduced ? nest.group_size : nest.groups) *= axis.size;
+      if (axis.size != 1) found[count++] = d;
+    }
+    std::reverse_copy(found, found + count, dims);
+    nest.affine_size = affine;
+  }
+  // Memory order, by the dense one of the tensors; expanded axes keep their place.
+  const Array by = problem.has_y ? Y : problem.has_dx ? DX : X;
+  std::stable_sort(dims, dims + count, [&](const Dimension &a, const Dimension &b) {
+    return llabs(a.loop.step[by]) > llabs(b.loop.step[by]);
+  });
+  if (!count) {
+    dims[count++] = Dimension{};
+    dims[0].loop.size = 1;
+    dims[0].loop.step[X] = dims[0].loop.step[Y] = dims[0].loop.step[GRAD] = dims[0].loop.step[DX] = 1;
+    dims[0].reduced = true;
+  }
+  for (Array a : {X, Y, GRAD, DX})
+    if (dims[count - 1].loop.step[a] != 1) {
+      plan.refused = "copy: no axis is contiguous in all tensors";
+      return plan;
+    }
+  if (dims[count - 1].loop.step[MASK] > 1 || dims[count - 1].loop.step[MASK] < 0) {
+    plan.refused = "copy: the mask is not contiguous";
+    return plan;
+  }
+
+  // The weight in memory order.
+  bool in_order = true;
+  int64_t gathered = 1;
+  for (int i = count - 1; i >= 0; i--) {
+    if (!dims[i].affine) continue;
+    any_affine = true;
+    in_order &= dims[i].loop.step[AFFINE] == gathered;
+    gathered *= dims[i].loop.size;
+  }
+  const auto remember_order = [&](const Dimension *from, const Dimension *to, bool all_lanes,
+                                  const Dimension *lanes) {
+    for (const Dimension *d = from; d < to; d++)
+      if (d->affine || (all_lanes && d >= lanes)) plan.order.loop[plan.order.loops++] = d->loop;
+    plan.order.count = product(plan.order.loop, plan.order.loops);
+  };
+  Dimension original[MAX_LOOPS];
+  std::copy(dims, dims + count, original);
+  const int originals = count;
+  gathered = 1;
+  for (int i = count - 1; i >= 0; i--)
+    if (dims[i].affine) dims[i].loop.step[AFFINE] = gathered, gathered *= dims[i].loop.size;
+
+  // Neighbours in memory that play the same roles are one loop.
+  for (int i = count - 2; i >= 0; i--) {
+    const Dimension &a = dims[i], &b = dims[i + 1];
+    if (a.reduced != b.reduced || a.affine != b.affine || a.running != b.running ||
+        !continues(a, b, ALL))
+      continue;
+    dims[i + 1].loop.size *= a.loop.size;
+    std::copy(dims + i + 1, dims + count, dims + i);
+    count--;
+  }
+
+  const Dimension &last = dims[count - 1];
+  nest.mask_step = last.loop.step[MASK];
+  nest.fold = 1;
+  int inner = 1;  // how many dimensions the innermost loop consists of
+  nest.lanes = !last.reduced;
+  nest.per_element = last.affine;
+  bool expand = false;
+  if (last.reduced && last.loop.size < SHORT && count > 1 && !dims[count - 2].reduced) {
+    // GroupNorm in channels_last, BatchNorm of tiny maps: lanes that share a group.
+    const Dimension &groups = dims[count - 2];
+    bool outer_reduced = false, outer_affine = false;
+    for (int i = 0; i < count - 2; i++) {
+      outer_reduced |= dims[i].reduced;
+      outer_affine |= dims[i].reduced && dims[i].affine;
+    }
+    const unsigned tensors = 1u << X | 1u << Y | 1u << GRAD | 1u << DX | 1u << MASK;
+    const bool lane_affine = groups.affine || last.affine;
+    if (outer_reduced && !(outer_affine && any_affine) && continues(groups, last, tensors) &&
+        groups.loop.size * last.loop.size <= 65536) {
+      nest.lanes = 1;
+      nest.fold = last.loop.size;
+      nest.per_element = lane_affine;
+      expand = lane_affine && !(groups.affine && last.affine);
+      inner = 2;
+    }
+  }
+  if (nest.lanes && inner == 1 && nest.per_element)
+    for (int i = 0; i < count - 1; i++)
+      if (dims[i].reduced && dims[i].affine) {
+        plan.refused = "the weight varies along the lanes and along reduced axes around them";
+        return plan;
+      }
+
+  Dimension *const outer_end = dims + count - inner;
+  if (nest.lanes) {
+    const Dimension &first = *outer_end;
+    nest.width = product(&first.loop, 1) * (inner == 2 ? last.loop.size : 1);
+    nest.stats_step = first.loop.step[STATS];
+    nest.running_step = first.loop.step[RUNNING];
+    int64_t steps = 1;
+    for (const Dimension *d = dims; d < outer_end; d++)
+      if (d->reduced) steps *= d->loop.size;
+    const int64_t tile = std::clamp(TILE / steps / 64 * 64, FEWEST, MOST);
+    nest.tile = nest.fold > 1 ? nest.width : std::min(tile, nest.width);
+    nest.tiles = (nest.width + nest.tile - 1) / nest.tile;
+    if (expand) {
+      // One element a lane: dimensions without a weight are gathered with step 0.
+      gathered = nest.width;
+      for (Dimension *d = outer_end - 1; d >= dims; d--)
+        if (d->affine) d->loop.step[AFFINE] = gathered, gathered *= d->loop.size;
+      in_order = false;
+    }
+  } else {
+    nest.width = nest.tile = nest.tiles = 1;
+  }
+  if (any_affine && !in_order) {
+    const Dimension *lanes = original + originals;
+    if (expand) {
+      // The original dimensions of the lanes are the last ones.
+      int64_t size = 1;
+      while (size < nest.width) size *= (--lanes)->loop.size;
+    }
+    remember_order(original, original + originals, expand, lanes);
+  }
+  plan.order.n = nest.affine_size;  // of the parameter as it is given
+  nest.affine_size = any_affine ? gathered : 1;
+  if (!any_affine) nest.per_element = 0;
+
+  for (Dimension *d = dims; d < outer_end; d++)
+    if (!d->reduced) nest.kept[nest.kept_loops++] = d->loop;
+    else nest.applied.loop[nest.applied.loops++] = d->loop;
+  nest.outer = product(nest.kept, nest.kept_loops);
+  nest.units = nest.outer * nest.tiles;
+  nest.applied.n = nest.lanes ? 1 : last.loop.size;
+  cut(nest.applied, nest.lanes);
+  nest.measured = nest.applied;
+  if (!nest.lanes) {
+    // Statistics do not care where the weight changes.
+    Lines &lines = nest.measured;
+    while (!problem.has_mask && lines.loops && lines.loop[lines.loops - 1].step[X] == lines.n)
+      lines.n *= lines.loop[--lines.loops].size;
+    cut(lines, false);
+    if (nest.per_element && nest.applied.count > 1) {
+      // Lines may share weights, and then their sums: one after the other.
+      nest.applied.per_part = nest.applied.count;
+      nest.applied.split = 1;
+      nest.applied.piece = nest.applied.n;
+      nest.applied.parts = 1;
+    }
+    // Where the sums of each piece of a line stand.
+    int64_t piece = nest.applied.split;
+    for (int l = nest.applied.loops - 1; l >= 0; l--) {
+      nest.applied.loop[l].step[PIECE] = piece;
+      piece *= nest.applied.loop[l].size;
+    }
+    for (int l = nest.kept_loops - 1; l >= 0; l--) {
+      nest.kept[l].step[PIECE] = piece;
+      piece *= nest.kept[l].size;
+    }
+    nest.pieces = piece;
+  } else {
+    int64_t unit = 1;
+    for (int l = nest.kept_loops - 1; l >= 0; l--) {
+      nest.kept[l].step[PIECE] = unit;
+      unit *= nest.kept[l].size;
+    }
+  }
+
+  // Plain rows: one line a group, one loop around them, the same weight for all.
+  bool affine = false;  // also along axes of one element
+  for (int i = 0; i < problem.axes; i++) affine |= problem.axis[i].affine;
+  const bool shared = !affine || (plan.order.n == nest.applied.n && nest.affine_size == plan.order.n &&
+                                  (nest.per_element || nest.applied.n == 1));
+  const bool in_rank = nest.kept_loops == 0 ||
+                       (nest.kept_loops == 1 && nest.kept[0].step[STATS] == 1);
+  plan.rows = !nest.lanes && nest.applied.loops == 0 && nest.kept_loops <= 1 && shared && in_rank &&
+              !problem.has_mask && !problem.has_running && (nest.applied.n < LONG || nest.outer >= 8);
+  return plan;
+}
+
+void set_rows(const Plan &plan, Job &job) {
+  const Nest &nest = plan.nest;
+  job.rows = nest.outer;
+  job.n = nest.applied.n;
+  const int64_t *step = nest.kept_loops ? nest.kept[0].step : nullptr;
+  job.x_stride = step ? step[X] : job.n;
+  job.y_stride = step ? step[Y] : job.n;
+  job.grad_stride = step ? step[GRAD] : job.n;
+  job.dx_stride = step ? step[DX] : job.n;
+}
+
+}  // namespace axisnorm
