@@ -339,9 +339,9 @@ constexpr int64_t SUMS = 8 << 20;  // bytes that the chunks' sums may need, if e
 int64_t lay_out_sums(const Nest &nest, const Job &job, Task &task) {
   task.chunk = 1;
   if (!nest.lanes && !nest.per_element) return nest.pieces * 2 * 8;
-  if (nest.lanes && nest.per_element)
+  if (nest.lanes && nest.per_element && !nest.mixed)
     return nest.units * 2 * ceil_div(nest.tile, 16) * 16 * 8;
-  task.pitch = nest.lanes ? nest.affine_size * 16 : ceil_div(nest.affine_size, 16) * 16 + 16;
+  task.pitch = nest.lanes && !nest.mixed ? nest.affine_size * 16 : ceil_div(nest.affine_size, 16) * 16 + 16;
   const int64_t bytes = 2 * task.pitch * (job.dtype == F64 ? 8 : 4);
   int64_t chunks = SUMS / bytes;
   if (chunks > CHUNKS) chunks = CHUNKS;
@@ -351,9 +351,17 @@ int64_t lay_out_sums(const Nest &nest, const Job &job, Task &task) {
 }
 
 void zero_chunk(const Nest &nest, const Job &job, const Task &task, int64_t chunk) {
-  if (!task.sums || nest.lanes == nest.per_element) return;
+  if (!task.sums || (nest.lanes == nest.per_element && !nest.mixed)) return;
   const int64_t bytes = 2 * task.pitch * (job.dtype == F64 ? 8 : 4);
   memset((char *)task.sums + chunk * bytes, 0, (size_t)bytes);
+}
+
+// Whether two parts of a unit may add to the same element of a chunk's sums.
+bool parts_share_sums(const Nest &nest, const Task &task) {
+  if (!task.sums || !nest.lanes || (nest.per_element && !nest.mixed)) return false;
+  for (int l = 0; l < nest.applied.loops; l++)
+    if (!nest.applied.loop[l].step[AFFINE]) return true;
+  return false;
 }
 
 // body(item) for the items of this thread.
@@ -402,6 +410,14 @@ void run(const Plan &plan, const Job &job, Task &task, int64_t slot_bytes, const
         });
         wait();
       };
+      // Parts whose sums for a weight go to one place are done one after the other.
+      const auto together = [&] {
+        share(part, parts, chunks, [&](int64_t chunk) {
+          for (int64_t u = chunk * task.chunk; u < unit_end(chunk); u++)
+            for (int64_t p = 0; p < sum_parts; p++) step(SUM, u, p);
+        });
+        wait();
+      };
       const auto many = [&](int which, int64_t of) {
         share(part, parts, chunks * of, [&](int64_t item) {
           const int64_t chunk = item / of;
@@ -411,7 +427,8 @@ void run(const Plan &plan, const Job &job, Task &task, int64_t slot_bytes, const
       };
       single(START);
       if (sums) {
-        many(SUM, sum_parts);
+        if (parts_share_sums(nest, task)) together();
+        else many(SUM, sum_parts);
         single(FINISH);
         if (again) {
           many(SUM, sum_parts);
@@ -482,6 +499,14 @@ void backward(const Plan &plan, Job job, Task task) {
 
 void move(const Running &running) {
   selection().current.load(std::memory_order_relaxed)->move(&running);
+}
+
+void widen(int64_t n, int32_t a_dtype, const void *a, int32_t b_dtype, const void *b, double *out) {
+  const Table &table = *selection().current.load(std::memory_order_relaxed);
+  Lines as_they_are = {};
+  as_they_are.n = n;
+  table.gather(F64, a_dtype, a, &as_they_are, 0, out);
+  table.gather(F64, b_dtype, b, &as_they_are, 0, out + n);
 }
 
 const char *isa() { return selection().current.load()->name; }

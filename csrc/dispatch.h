@@ -15,6 +15,8 @@ void forward(const Plan &plan, Job job, Task task);
 void backward(const Plan &plan, Job job, Task task);
 
 void move(const Running &running);
+// Two arrays of n elements each, in double, one after the other.
+void widen(int64_t n, int32_t a_dtype, const void *a, int32_t b_dtype, const void *b, double *out);
 
 // The instruction set in use. AXISNORM_ISA names another one at first use; where that is unknown or
 // this processor lacks it, isa_error() says so (else null) and the best one is used.

@@ -672,7 +672,7 @@ template <class C>
 void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
   const Nest &nest = *task.nest;
   double total[2] = {};
-  if (!nest.lanes == !nest.per_element) {  // flat lines, or weights by lane: sums of their own
+  if (!nest.mixed && !nest.lanes == !nest.per_element) {  // flat lines, or weights by lane
     // The loops that are left when those of the weight stand at index a.
     Lines rest = {};
     rest.count = 1;
@@ -707,7 +707,7 @@ void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
       }
     });
   } else {
-    const int64_t width = nest.lanes ? 16 : 1;
+    const int64_t width = nest.lanes && !nest.mixed ? 16 : 1;
     for (int64_t c = 0; c * task.chunk < nest.units; c++)
       for (int i = 0; i < 2; i++) {
         const C *sums = (const C *)task.sums + (2 * c + i) * task.pitch + a * width;

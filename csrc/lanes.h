@@ -383,7 +383,8 @@ template <class T> struct OfLanes {
     if (task.mask) return;
     // The sums are of grad - first, or where weights change along the steps of grad * weight - first.
     if (nest.per_element)
-      for (int64_t j = 0; j < u.lanes; j++) u.first[j] = (C)get(grad(at) + j);
+      for (int64_t j = 0; j < u.lanes; j++)
+        u.first[j] = (C)get(grad(at) + j) * (nest.mixed ? weight[at.at[AFFINE] + j] : (C)1);
     else
       for (int64_t j = 0; j < u.lanes; j++)
         u.first[j] = (C)get(grad(at) + j / nest.fold * nest.fold) * weight[at.at[AFFINE]];
@@ -399,9 +400,11 @@ template <class T> struct OfLanes {
   void sum_backward(const Place &at, Unit &u, int64_t part, int64_t unit) const {
     double *s1 = u.part(part, 0), *s2 = u.part(part, 1), *s3 = u.part(part, 2);
     memset(s1, 0, (size_t)u.pitch * 3 * sizeof *s1);
-    C *const for_weight = nest.per_element || !task.sums ? nullptr : chunk_sums(unit);
+    const bool shared = !nest.per_element || nest.mixed;
+    C *const for_weight = shared && task.sums ? chunk_sums(unit) : nullptr;
     C *const for_bias = for_weight + (for_weight ? task.pitch : 0);
     if (task.mask) sum_masked_backward(at, u, part, for_weight, for_bias);
+    else if (nest.mixed) sum_mixed(at, u, part, for_weight, for_bias);
     else if (nest.per_element) sum_gradients<true>(at, u, part, s1, s2, s3, nullptr, nullptr);
     else sum_gradients<false>(at, u, part, s1, s2, s3, for_weight, for_bias);
   }
@@ -457,12 +460,38 @@ template <class T> struct OfLanes {
     });
   }
 
+  // The weight changes along the lanes and from step to step.
+  NOINLINE void sum_mixed(const Place &at, Unit &u, int64_t part, C *for_weight,
+                          C *for_bias) const {
+    double *s1 = u.part(part, 0), *s2 = u.part(part, 1);
+    const Constants<C> c = u.constants();
+    each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
+      const T *v = x(p), *g = grad(p);
+      const C *w = weight + p.at[AFFINE];
+      C *dw = for_weight + p.at[AFFINE], *db = for_bias + p.at[AFFINE];
+      const auto add = [&](int64_t j, int64_t tail) __attribute__((always_inline)) {
+        const V gj = tail ? load(g + j, tail) : load(g + j);
+        V vj = standardized<T, true>(tail ? load(v + j, tail) : load(v + j), c, j, tail);
+        const V gw = gj * parameter<true>(w, j, tail);
+        add_to(s1 + j, gw - load(u.first + j));
+        add_to(s2 + j, vj * gw);
+        if (!for_weight) return;
+        if (can_round<T> && rounded) vj = round_as<T>(vj);
+        store(dw + j, load(dw + j) + vj * gj);  // the sums end in a whole vector
+        store(db + j, load(db + j) + gj);
+      };
+      int64_t j = 0;
+      for (; j + W <= u.lanes; j += W) add(j, 0);
+      if (j < u.lanes) add(j, u.lanes - j);
+    });
+  }
+
   NOINLINE void sum_masked_backward(const Place &at, Unit &u, int64_t part, C *for_weight,
                            C *for_bias) const {
     double *s1 = u.part(part, 0), *s2 = u.part(part, 1), *s3 = u.part(part, 2);
     each_step(at, part, [&](const Place &p) {
       const unsigned char *m = mask(p);
-      const C w = nest.per_element ? 1 : weight[p.at[AFFINE]];
+      const C *const w = weight + p.at[AFFINE];
       double by_weight = 0, by_bias = 0;
       for (int64_t begin = 0; begin < u.lanes; begin += STAGED) {
         const int64_t n = smaller(STAGED, u.lanes - begin);
@@ -474,15 +503,19 @@ template <class T> struct OfLanes {
           if (!m[j * nest.mask_step]) continue;
           const double xhat = (double)(((vs[i] - u.hi[j]) - u.lo[j]) * u.rstd[j]);
           const double kept = rounded ? round_as<T>(xhat) : xhat;
-          const double gw = (double)(gs[i] * w);
+          const C here = nest.mixed ? w[j] : nest.per_element ? (C)1 : *w;
+          const double gw = (double)(gs[i] * here);
           s1[j] += gw;
           s2[j] += gw * xhat;
           s3[j] += (double)gs[i] * kept;
           by_weight += (double)gs[i] * kept;
           by_bias += (double)gs[i];
+          if (!nest.mixed || !for_weight) continue;
+          for_weight[p.at[AFFINE] + j] += (C)((double)gs[i] * kept);
+          for_bias[p.at[AFFINE] + j] += gs[i];
         }
       }
-      if (!for_weight) return;
+      if (!for_weight || nest.mixed) return;
       for_weight[p.at[AFFINE] * 16] += (C)by_weight;
       for_bias[p.at[AFFINE] * 16] += (C)by_bias;
     });
@@ -493,7 +526,8 @@ template <class T> struct OfLanes {
     double *s1 = u.part(0, 0), *s2 = u.part(0, 1), *s3 = u.part(0, 2);
     const C *w = weight + at.at[AFFINE];
     const double steps = (double)nest.applied.count;
-    if (nest.per_element && task.sums) {
+    const bool own = nest.per_element && !nest.mixed;
+    if (own && task.sums) {
       double *dw = unit_sums(unit), *db = dw + lane_pitch(nest);
       const double *by_xhat = rounded ? s3 : s2;
       for (int64_t j = 0; j < u.lanes; j++) {
@@ -505,7 +539,7 @@ template <class T> struct OfLanes {
       for (int64_t j = 0; u.repair && j < u.lanes; j += nest.fold)
         if (u.unsafe[j]) add_exact(at, u, unit, j);
     if (task.running_mean) return u.repair ? 2 : 0;
-    if (nest.per_element) {
+    if (own) {
       // From grad to grad * weight; for the first element as the derivative rounds it.
       for (int64_t j = 0; j < u.lanes; j++) {
         const C gw = u.first[j] * w[j], group = u.first[j / nest.fold * nest.fold] *
@@ -530,7 +564,8 @@ template <class T> struct OfLanes {
 
   NOINLINE void add_exact(const Place &at, const Unit &u, int64_t unit, int64_t lane) const {
     const auto add = [&](const Place &p, int64_t i, double v) {
-      if (nest.per_element) unit_sums(unit)[i] += v;
+      if (nest.mixed) chunk_sums(unit)[p.at[AFFINE] + i] += (C)v;
+      else if (nest.per_element) unit_sums(unit)[i] += v;
       else chunk_sums(unit)[p.at[AFFINE] * 16] += (C)v;
     };
     if (task.running_mean)

@@ -92,7 +92,8 @@ struct Lines {
 
 struct Nest {
   int32_t lanes;        // 1: LANES, 0: LINES
-  int32_t per_element;  // weight and bias vary along the innermost loop
+  int32_t per_element;  // weight and bias vary along the innermost loop,
+  int32_t mixed;        // LANES: and from step to step, too
   int32_t kept_loops;
   struct Loop kept[MAX_LOOPS];  // the outer kept loops
   int64_t outer;                // the product of their sizes
@@ -119,9 +120,9 @@ struct Task {
   int32_t running_mean_dtype, running_var_dtype;
   double *count;  // [groups], null: not wanted. How many elements were valid
   // Backward: the sums of grad * xhat and of grad, null: not wanted. Lines with flat weights have two
-  // doubles for each piece of a line, lanes with weights of their own two arrays of doubles for each
-  // unit. Otherwise two arrays of `pitch` elements of the compute type for each chunk of `chunk`
-  // successive units: an element for each of the weight's, and for lanes 16 of them.
+  // doubles for each piece of a line, lanes with weights of their own (not mixed) two arrays of doubles
+  // for each unit. Otherwise two arrays of `pitch` elements of the compute type for each chunk of
+  // `chunk` successive units: an element for each of the weight's, for lanes with flat weights 16.
   void *sums;
   int64_t chunk, pitch;
   // How many bytes of memory a unit needs while it is under way, and where that memory is when all

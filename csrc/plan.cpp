@@ -171,13 +171,8 @@ Plan make_plan(const Problem &problem) {
       inner = 2;
     }
   }
-  if (nest.lanes && inner == 1 && nest.per_element)
-    for (int i = 0; i < count - 1; i++)
-      if (dims[i].reduced && dims[i].affine) {
-        plan.refused = "the weight varies along the lanes and along reduced axes around them";
-        return plan;
-      }
-
+  for (int i = 0; i < count - 1 && nest.lanes && inner == 1; i++)
+    if (dims[i].reduced && dims[i].affine) nest.mixed = nest.per_element;
   Dimension *const outer_end = dims + count - inner;
   if (nest.lanes) {
     const Dimension &first = *outer_end;
@@ -256,7 +251,7 @@ Plan make_plan(const Problem &problem) {
   // Plain rows: one line a group, one loop around them, the same weight for all.
   bool affine = false;  // also along axes of one element
   for (int i = 0; i < problem.axes; i++) affine |= problem.axis[i].affine;
-  const bool shared = !affine || (plan.order.n == nest.applied.n && nest.affine_size == plan.order.n &&
+  const bool shared = !affine || (!plan.order.loops && plan.order.n == nest.applied.n && nest.affine_size == plan.order.n &&
                                   (nest.per_element || nest.applied.n == 1));
   const bool in_rank = nest.kept_loops == 0 ||
                        (nest.kept_loops == 1 && nest.kept[0].step[STATS] == 1);

@@ -38,7 +38,8 @@ int64_t large;  // bytes from which large_empty_like allocates
 // Who may be watching: functions without arguments that return a number or a bool,
 // torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
 struct {
-  PyObject *dispatch_modes, *function_mode, *transforms, *tracing, *grad_enabled, *is_neg;
+  PyObject *dispatch_modes, *function_mode, *transforms, *tracing, *grad_enabled, *is_neg, *is_inference,
+      *increment_version;
   PyObject *compiler, *forward_ad;
 } watch;
 
@@ -127,8 +128,22 @@ bool contiguous(const dltensor &t) {
   return true;
 }
 
-// A plain tensor of this process's memory, dense and not empty; false otherwise, without an error.
-bool read(PyObject *object, Reading &r) {
+// The strides of a tensor of at most MOST axes, in elements.
+struct Strides {
+  static constexpr int MOST = 8;
+  int64_t of[MOST];
+  void set(const dltensor &t) {
+    int64_t step = 1;
+    for (int i = t.ndim - 1; i >= 0; i--) {
+      of[i] = t.strides ? t.strides[i] : step;
+      step *= t.shape[i];
+    }
+  }
+};
+
+// A plain tensor of this process's memory, not empty, and contiguous unless its strides are asked for;
+// false otherwise, without an error.
+bool read(PyObject *object, Reading &r, Strides *strides = nullptr) {
   if (!is_exact(object)) return false;
   if (api->describe(object, &r.t)) {
     PyErr_Clear();
@@ -139,7 +154,8 @@ bool read(PyObject *object, Reading &r) {
     return false;
   r.size = 1;
   for (int i = 0; i < r.t.ndim; i++) r.size *= r.t.shape[i];
-  return r.size > 0 && contiguous(r.t);
+  if (strides && r.t.ndim <= Strides::MOST) strides->set(r.t);
+  return r.size > 0 && (strides ? r.t.ndim <= Strides::MOST : contiguous(r.t));
 }
 
 const void *data(const Reading &r) { return (const char *)r.t.data + r.t.byte_offset; }
@@ -222,11 +238,11 @@ bool read_common(PyObject *const *args, Job &job, Reading &x) {
 }
 
 // Runs with the GIL released where that pays. False: an exception is set.
-bool run(void (*compute)(const Job &), const Job &job) {
-  PyThreadState *state = job.rows * job.n >= kReleaseGil ? PyEval_SaveThread() : nullptr;
+template <class Compute> bool run(const Compute &compute, int64_t elements) {
+  PyThreadState *state = elements >= kReleaseGil ? PyEval_SaveThread() : nullptr;
   bool fine = true;
   try {
-    compute(job);
+    compute();
   } catch (const std::bad_alloc &) {
     fine = false;
   }
@@ -234,9 +250,13 @@ bool run(void (*compute)(const Job &), const Job &job) {
   if (!fine) PyErr_NoMemory();
   return fine;
 }
+bool run(void (*compute)(const Job &), const Job &job) {
+  return run([&] { compute(job); }, job.rows * job.n);
+}
 
-// A new tensor like this one, of so many elements, in `address`.
-PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address) {
+// A new tensor like this one, of so many elements, in `address`; its strides in `strides`.
+PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address,
+               Strides *strides = nullptr) {
   const int64_t bytes = size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2);
   PyObject *allocate = bytes < large ? empty_like : large_empty_like;
   PyObject *result = PyObject_CallFunctionObjArgs(allocate, tensor, nullptr);
@@ -247,19 +267,247 @@ PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address) {
     return nullptr;
   }
   address = (char *)t.data + t.byte_offset;
+  if (strides) strides->set(t);
   return result;
 }
 
 // The statistics that backward needs, (3, rows) of the compute type: as bytes, which cost a tenth of
 // a tensor.
-PyObject *new_stats(Job &job) {
-  const int64_t size = 3 * job.rows * (job.dtype == F64 ? 8 : 4);
+PyObject *new_stats(Job &job, int64_t rows) {
+  const int64_t size = 3 * rows * (job.dtype == F64 ? 8 : 4);
   PyObject *stats = PyBytes_FromStringAndSize(nullptr, size);
   if (stats) job.stats = PyBytes_AsString(stats);
   return stats;
 }
+PyObject *new_stats(Job &job) { return new_stats(job, job.rows); }
 
 PyObject *unsure() { Py_RETURN_NONE; }
+
+// ---- norms of channels-first tensors: GroupNorm, InstanceNorm, BatchNorm, LayerNorm2d
+
+enum Kind { GROUP, INSTANCE, BATCH, LAYER_2D };
+
+// A norm of a tensor (N, C, ...), as read.
+struct Channels {
+  Kind kind;
+  int64_t groups;  // of channels
+  int64_t channels;
+  axisnorm::Problem problem;
+  Job job;
+  Task task;
+  Reading x;
+};
+
+// Which parts of the axes share a mean and which a weight; x must have been read.
+void set_axes(Channels &c) {
+  axisnorm::Problem &p = c.problem;
+  const bool affine = c.job.weight || c.job.bias;
+  const auto add = [&](int64_t size, bool reduced, bool channel) {
+    p.axis[p.axes++] = {size, reduced, channel && affine, channel && !reduced, 0, 0, 0, 0, 0};
+  };
+  add(c.x.t.shape[0], c.kind == BATCH, false);
+  if (c.kind == GROUP) {
+    add(c.groups, false, true);
+    add(c.channels / c.groups, true, true);
+  } else {
+    add(c.channels, c.kind == LAYER_2D, true);
+  }
+  for (int i = 2; i < c.x.t.ndim; i++) add(c.x.t.shape[i], c.kind != LAYER_2D, false);
+}
+
+// Enters a tensor's strides.
+void set_strides(Channels &c, const Strides &strides, int64_t axisnorm::Axis::*member) {
+  int axis = 0;
+  for (int i = 0; i < c.x.t.ndim; i++) {
+    if (i == 1 && c.kind == GROUP)
+      c.problem.axis[axis++].*member = strides.of[1] * (c.channels / c.groups);
+    c.problem.axis[axis++].*member = strides.of[i];
+  }
+}
+
+// A tensor of one value a channel, or None. False: something else.
+bool read_channels(PyObject *object, int64_t channels, const void *&place, int32_t &dtype) {
+  if (object == Py_None) return true;
+  Reading r;
+  if (!read(object, r) || !same_shape(r, &channels, 1) || !is_positive(object)) return false;
+  place = data(r);
+  dtype = r.dtype;
+  return true;
+}
+
+// x, weight, bias, kind, groups, eps: what forward and backward have in common.
+enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, CHANNEL_CONSTANTS };
+
+bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
+  if (!read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !is_positive(args[X])) return false;
+  c.kind = (Kind)PyLong_AsLong(args[KIND]);
+  c.groups = PyLong_Check(args[GROUPS]) ? PyLong_AsLongLong(args[GROUPS]) : -1;
+  c.channels = c.x.t.shape[1];
+  if (PyErr_Occurred()) return PyErr_Clear(), false;
+  if (c.kind == GROUP && (c.groups < 1 || c.channels % c.groups)) return false;
+  c.job.dtype = c.job.weight_dtype = c.job.bias_dtype = c.x.dtype;
+  c.job.x = data(c.x);
+  c.job.center = 1;
+  if (!read_channels(args[WEIGHT], c.channels, c.job.weight, c.job.weight_dtype) ||
+      !read_channels(args[BIAS], c.channels, c.job.bias, c.job.bias_dtype) ||
+      !read_number(args[CHANNEL_EPS], c.job.eps))
+    return false;
+  set_axes(c);
+  set_strides(c, strides, &axisnorm::Axis::x);
+  return true;
+}
+
+// Whether running statistics may be written: not in a tensor that keeps no version.
+bool is_inference(PyObject *tensor) {
+  PyObject *answer = PyObject_CallFunctionObjArgs(watch.is_inference, tensor, nullptr);
+  const bool result = !quiet(answer);
+  Py_XDECREF(answer);
+  return result;
+}
+
+// short_channel_norm(x, weight, bias, kind, groups, eps, running_mean, running_var, batch, momentum)
+// -> y. batch: normalize with the statistics of this batch, towards which those given move.
+PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 10 || !api || !is_exact(args[X]) || !unwatched()) return unsure();
+  PyObject *const running_mean = args[6], *const running_var = args[7];
+  const bool running = running_mean != Py_None, given = args[8] == Py_False;
+  Channels c = {};
+  Strides strides;
+  double momentum = 0;
+  if (running != (running_var != Py_None) || (given ? !running : args[8] != Py_True) ||
+      !read_channel_norm(args, c, strides))
+    return unsure();
+  if (!given && c.kind == BATCH && c.x.size == c.channels) return unsure();  // an error
+  const void *mean = nullptr, *var = nullptr;
+  int32_t mean_dtype = 0, var_dtype = 0;
+  if (running && (!read_channels(running_mean, c.channels, mean, mean_dtype) ||
+                  !read_channels(running_var, c.channels, var, var_dtype)))
+    return unsure();
+  if (running && !given &&
+      (!read_number(args[9], momentum) || is_inference(running_mean) || is_inference(running_var)))
+    return unsure();
+  if (given) {
+    c.task.running_mean = mean;
+    c.task.running_var = var;
+    c.task.running_mean_dtype = mean_dtype;
+    c.task.running_var_dtype = var_dtype;
+  }
+  const bool gradient =
+      !answers_quiet(watch.grad_enabled) &&
+      (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
+
+  PyObject *y = like(args[X], c.x.size, c.x.dtype, c.job.y, &strides);
+  if (!y) return nullptr;
+  c.problem.has_y = true;
+  c.problem.has_running = given;
+  set_strides(c, strides, &axisnorm::Axis::y);
+  const axisnorm::Plan plan = axisnorm::make_plan(c.problem);
+  if (plan.refused) {
+    Py_DECREF(y);
+    return unsure();
+  }
+  const Nest &nest = plan.nest;
+  c.job.divisor = (double)nest.group_size;
+  PyObject *stats = nullptr, *moments = nullptr, *result = nullptr;
+  bool fine = true;
+  if (given && gradient) {
+    // They may move before backward.
+    stats = PyBytes_FromStringAndSize(nullptr, 2 * c.channels * 8);
+    fine = stats != nullptr;
+    if (fine)
+      axisnorm::widen(c.channels, mean_dtype, mean, var_dtype, var, (double *)PyBytes_AsString(stats));
+  } else if (!given && (gradient || running)) {
+    stats = new_stats(c.job, nest.groups);
+    fine = stats != nullptr;
+  }
+  if (fine && !given && running) {
+    moments = PyBytes_FromStringAndSize(nullptr, nest.groups * (c.x.dtype == F64 ? 8 : 4));
+    fine = moments != nullptr;
+    if (fine) c.job.var = PyBytes_AsString(moments);
+  }
+  fine = fine && run([&] { axisnorm::forward(plan, c.job, c.task); }, c.x.size);
+  if (fine && !given && running) {
+    const int64_t averaged = nest.groups / c.channels;
+    axisnorm::move({(void *)mean, (void *)var, mean_dtype, var_dtype, c.channels, averaged, 1,
+                    c.job.stats, c.job.var, nullptr, (double)nest.group_size, 0, 1, momentum,
+                    c.x.dtype});
+    PyObject *both = PyTuple_Pack(2, running_mean, running_var);
+    PyObject *done =
+        both ? PyObject_CallFunctionObjArgs(watch.increment_version, both, nullptr) : nullptr;
+    fine = done != nullptr;
+    Py_XDECREF(both);
+    Py_XDECREF(done);
+  }
+  if (fine && gradient) {
+    PyObject *constants = PyTuple_Pack(4, args[KIND], args[GROUPS], args[CHANNEL_EPS],
+                                       given ? Py_True : Py_False);
+    PyObject *found = constants ? PyTuple_Pack(3, y, stats, constants) : nullptr;
+    result = found ? PyObject_CallFunctionObjArgs(apply_node, args[X], args[WEIGHT], args[BIAS],
+                                                  found, nullptr)
+                   : nullptr;
+    Py_XDECREF(constants);
+    Py_XDECREF(found);
+  } else if (fine) {
+    result = y;
+    Py_INCREF(y);
+  }
+  for (PyObject *used : {y, stats, moments}) Py_XDECREF(used);
+  return result;
+}
+
+// The gradients (dx, dweight, dbias, None), or None.
+PyObject *channel_backward(PyObject *saved, PyObject *needs, PyObject *stats, PyObject *constants,
+                           PyObject *gradient) {
+  PyObject *args[CHANNEL_CONSTANTS];
+  for (int i = 0; i < CHANNEL_CONSTANTS; i++)
+    args[i] = i < 3 ? PyTuple_GetItem(saved, i) : PyTuple_GetItem(constants, i - 3);
+  const bool given = args[GIVEN] == Py_True;
+  Channels c = {};
+  Strides strides, grad_strides;
+  Reading grad;
+  if (!read_channel_norm(args, c, strides) || !read(gradient, grad, &grad_strides) ||
+      grad.dtype != c.x.dtype || !same_shape(grad, c.x.t.shape, c.x.t.ndim) ||
+      !PyBytes_Check(stats))
+    return unsure();
+  c.job.grad = data(grad);
+  c.problem.has_grad = true;
+  set_strides(c, grad_strides, &axisnorm::Axis::grad);
+  PyObject *results[3] = {};
+  void **targets[3] = {&c.job.dx, &c.job.dweight, &c.job.dbias};
+  bool fine = true;
+  for (int i = 0; i < 3 && fine; i++) {
+    if (PyTuple_GetItem(needs, i) != Py_True || args[i] == Py_None) continue;
+    const int dtype = i == 0 ? c.x.dtype : i == 1 ? c.job.weight_dtype : c.job.bias_dtype;
+    results[i] = like(args[i], i ? c.channels : c.x.size, dtype, *targets[i], i ? nullptr : &strides);
+    fine = results[i] != nullptr;
+  }
+  PyObject *result = nullptr;
+  if (fine) {
+    if ((c.problem.has_dx = c.job.dx)) set_strides(c, strides, &axisnorm::Axis::dx);
+    c.problem.has_running = given;
+    const axisnorm::Plan plan = axisnorm::make_plan(c.problem);
+    const int64_t size = given ? 2 * c.channels * 8
+                               : 3 * plan.nest.groups * (c.x.dtype == F64 ? 8 : 4);
+    if (plan.refused || PyBytes_Size(stats) != size) {
+      result = unsure();
+    } else {
+      c.job.divisor = (double)plan.nest.group_size;
+      c.job.stats = PyBytes_AsString(stats);
+      if (given) {
+        c.task.running_mean = c.job.stats;
+        c.task.running_var = (const double *)c.job.stats + c.channels;
+        c.task.running_mean_dtype = c.task.running_var_dtype = F64;
+      }
+      if (run([&] { axisnorm::backward(plan, c.job, c.task); }, c.x.size)) {
+        PyObject *all[3];
+        for (int i = 0; i < 3; i++) all[i] = results[i] ? results[i] : Py_None;
+        result = PyTuple_Pack(4, all[0], all[1], all[2], Py_None);
+      }
+    }
+  }
+  for (PyObject *r : results) Py_XDECREF(r);
+  return result;
+}
 
 // ---- what Python calls
 
@@ -278,6 +526,8 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
                 {"tracing", &watch.tracing},
                 {"grad_enabled", &watch.grad_enabled},
                 {"is_neg", &watch.is_neg},
+                {"is_inference", &watch.is_inference},
+                {"increment_version", &watch.increment_version},
                 {"compiler", &watch.compiler},
                 {"forward_ad", &watch.forward_ad},
                 {"apply_node", &apply_node},
@@ -414,6 +664,8 @@ PyObject *short_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
     return unsure();
   const Kept kept(args[0]);
   if (!kept.constants) return nullptr;
+  if (PyTuple_Size(kept.constants) == CHANNEL_CONSTANTS - 3)
+    return channel_backward(kept.saved, kept.needs, kept.stats, kept.constants, args[1]);
   PyObject *common[COMMON];
   for (int i = 0; i < COMMON; i++)
     common[i] = i < 3 ? PyTuple_GetItem(kept.saved, i) : PyTuple_GetItem(kept.constants, i - 3);
@@ -471,6 +723,7 @@ PyMethodDef methods[] = {
     {"connect", (PyCFunction)(void *)connect, METH_FASTCALL, nullptr},
     {"short_layer_norm", (PyCFunction)(void *)short_layer_norm, METH_FASTCALL, nullptr},
     {"short_rms_norm", (PyCFunction)(void *)short_rms_norm, METH_FASTCALL, nullptr},
+    {"short_channel_norm", (PyCFunction)(void *)short_channel_norm, METH_FASTCALL, nullptr},
     {"node_forward", (PyCFunction)(void *)node_forward, METH_FASTCALL, nullptr},
     {"quicken", (PyCFunction)quicken, METH_O, nullptr},
     {"short_backward", (PyCFunction)(void *)short_backward, METH_FASTCALL, nullptr},

@@ -14,7 +14,6 @@ from cases import (
     DTYPES,
     SCHEMES,
     Case,
-    assert_close,
     epsilon,
     from_numpy,
     parameters,

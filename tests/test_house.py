@@ -19,7 +19,7 @@ from axisnorm import _build, _native
 PACKAGE = Path(axisnorm.__file__).parent
 
 # Each room may import those before it; the engines never one another.
-ORDER = ("scheme", "presets", "reference", "_build", "_route", "_numpy", "_torch_memory", "_torch",
+ORDER = ("scheme", "presets", "reference", "_build", "_route", "_memory", "_numpy_memory", "_numpy", "_torch_memory", "_torch",
          "functional",
          "nn", "lens", "__main__")  # fmt: skip
 

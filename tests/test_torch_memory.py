@@ -154,7 +154,7 @@ def test_inference_mode_and_gradients_do_not_mix() -> None:
 
 
 def test_the_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pool, "limit", 3 * X.nbytes)
+    monkeypatch.setattr(_pool, "most", 3 * X.nbytes)
     held = [output() for _ in range(6)]
     assert _pool.kept == 3 * X.nbytes
     assert all(torch.equal(y, CORRECT) for y in held)
@@ -219,7 +219,7 @@ from axisnorm._torch_memory import _pool
 x = torch.randn(8192, 1024)
 for _ in range(3):
     axisnorm.layer_norm(x, 1024)
-print(_pool.limit, _pool.kept)
+print(_pool.most, _pool.kept)
 """
     environment = {**os.environ, "AXISNORM_POOL": "0"}
     result = subprocess.run(

@@ -1,10 +1,10 @@
 # csrc/bind.cpp and csrc/torch_door.cpp. Every address and shape is checked before the call.
 
-from typing import Any
+from typing import Any, TypeAlias
 
 def address(array: Any) -> int: ...
 
-Given = tuple[int, tuple[int, ...]]
+Given: TypeAlias = tuple[int, tuple[int, ...]]
 """A tensor's address, 0 where there is none, and its strides in elements."""
 
 # why there is no plan for tensors of these strides, or None
@@ -61,6 +61,19 @@ def connect(table: Any, watch: dict[str, Any], /) -> bool: ...
 def short_layer_norm(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, /) -> Any: ...
 def short_rms_norm(
     x: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any, /
+) -> Any: ...
+def short_channel_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    kind: int,
+    groups: Any,
+    eps: Any,
+    running_mean: Any,
+    running_var: Any,
+    batch: Any,
+    momentum: Any,
+    /,
 ) -> Any: ...
 def node_forward(ctx: Any, x: Any, weight: Any, bias: Any, found: Any, /) -> Any: ...
 def short_backward(ctx: Any, grad: Any, /) -> tuple[Any, ...] | None: ...

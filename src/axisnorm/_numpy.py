@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from . import _build, _route, reference
+from ._numpy_memory import empty_cache, empty_like
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
-__all__ = ["Inputs", "is_tracing", "normalize", "statistics"]
+__all__ = ["Inputs", "empty_cache", "is_tracing", "normalize", "statistics"]
 
 Array = Any  # numpy.ndarray of a type that may be ml_dtypes.bfloat16
 
@@ -125,7 +126,7 @@ def _native_forward(
     y = out
     if y is None or any(t is not None and np.may_share_memory(y, t) for t in inputs):
         # In the order of x; and nothing is overwritten before it is read.
-        y = np.empty_like(inputs.x)
+        y = empty_like(inputs.x)
     _run(inputs, sizes, y, measured)
     if out is None or out is y:
         return y

@@ -19,6 +19,9 @@ __all__ = ["DTYPES", "Route", "axes", "channels", "choose", "overlaps_itself", "
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 """The types that are normalized, in the order of csrc/norm.h."""
 
+GROUP, INSTANCE, BATCH, LAYER_2D = range(4)
+"""The norms of channels-first tensors, as csrc/torch_door.cpp counts them."""
+
 
 @dataclass(frozen=True)
 class Route:

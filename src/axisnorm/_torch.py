@@ -31,6 +31,7 @@ __all__ = [
     "is_foreign",
     "is_tracing",
     "normalize",
+    "short_channel_norm",
     "short_layer_norm",
     "short_rms_norm",
     "statistics",
@@ -116,6 +117,8 @@ class _ShortNorm(Function):
 def _long_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients where something watches, create_graph for example."""
     inputs = Inputs(*ctx.saved_tensors)
+    if len(ctx.constants) == 4:
+        return (*_channel_gradients(ctx, grad, inputs), None)
     shape, eps, offset, center, rounded = ctx.constants
     scheme = Scheme.layer_norm(
         ndim=len(shape),
@@ -129,7 +132,29 @@ def _long_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*_gradients(grad, inputs, stats, scheme, ctx.needs_input_grad), None)
 
 
-short_layer_norm = short_rms_norm = _nothing
+def _channel_gradients(ctx: Any, grad: Tensor, inputs: Inputs) -> tuple[Tensor | None, ...]:
+    kind, groups, eps, given = ctx.constants
+    scheme = (
+        Scheme.group_norm(groups, eps=eps)
+        if kind == _route.GROUP
+        else {
+            _route.INSTANCE: Scheme.instance_norm,
+            _route.BATCH: Scheme.batch_norm,
+            _route.LAYER_2D: Scheme.layer_norm_2d,
+        }[kind](eps=eps)
+    )
+    values = torch.frombuffer(bytearray(ctx.stats), dtype=torch.float64 if given else
+                              _compute_type(inputs.x))  # fmt: skip
+    if not given:
+        return _gradients(grad, inputs, values.view(3, -1), scheme, ctx.needs_input_grad)
+    scheme = scheme.replace(statistics="running")
+    mean, var = values.view(2, -1)
+    inputs = inputs._replace(running_mean=mean, running_var=var)
+    stats = values.new_empty((3, _sizes(inputs.x, scheme).num_groups))  # not read
+    return _gradients(grad, inputs, stats, scheme, ctx.needs_input_grad)
+
+
+short_layer_norm = short_rms_norm = short_channel_norm = _nothing
 if (
     _native
     and hasattr(Tensor, "__dlpack_c_exchange_api__")
@@ -147,6 +172,8 @@ if (
             "tracing": _C._get_tracing_state,
             "grad_enabled": _grad_enabled,
             "is_neg": Tensor.is_neg,
+            "is_inference": Tensor.is_inference,
+            "increment_version": increment_version,
             "compiler": vars(torch.compiler),
             "forward_ad": vars(forward_ad),
             # Function.apply looks for torch.func transforms, which the guard has done.
@@ -157,7 +184,8 @@ if (
 ):
     short_layer_norm = _native.short_layer_norm
     short_rms_norm = _native.short_rms_norm
-    for _short in (short_layer_norm, short_rms_norm):
+    short_channel_norm = _native.short_channel_norm
+    for _short in (short_layer_norm, short_rms_norm, short_channel_norm):
         torch.compiler.substitute_in_graph(_short, skip_signature_check=True)(_nothing)
     if hasattr(_ShortNorm, "_backward_cls"):
         _native.quicken(_ShortNorm._backward_cls)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _numpy
+from . import _numpy, _route
 from .scheme import (
     ArgumentError,
     DtypeError,
@@ -48,6 +48,7 @@ def _no_short_way(*_: Any) -> None:
 # Plain torch tensors that nothing watches; None for everything else.
 _short_layer_norm: Callable[..., Any] = _no_short_way
 _short_rms_norm: Callable[..., Any] = _no_short_way
+_short_channel_norm: Callable[..., Any] = _no_short_way
 
 
 def normalize(
@@ -254,6 +255,10 @@ def layer_norm_2d(
     >>> layer_norm_2d(np.array([[[0.0], [2.0]]])).round(4).tolist()
     [[[-1.0], [1.0]]]
     """
+    if mask is None and out is None:
+        y = _short_channel_norm(x, weight, bias, _route.LAYER_2D, None, eps, None, None, True, 0.0)
+        if y is not None:
+            return y
     return normalize(
         x, f"n [c] ...; affine=c; eps={finite('eps', eps)!r}", weight, bias, mask=mask, out=out
     )
@@ -288,6 +293,12 @@ def group_norm(
     >>> group_norm(np.array([[0.0, 2.0, 5.0, 9.0]]), 2).round(4).tolist()
     [[-1.0, 1.0, -1.0, 1.0]]
     """
+    if mask is None and out is None:
+        y = _short_channel_norm(
+            x, weight, bias, _route.GROUP, num_groups, eps, None, None, True, 0.0
+        )
+        if y is not None:
+            return y
     eps = finite("eps", eps)
     if not hasattr(num_groups, "__index__") or num_groups < 1:
         raise ArgumentError(
@@ -333,6 +344,13 @@ def instance_norm(
     >>> instance_norm(np.array([[[0.0, 2.0], [5.0, 9.0]]])).round(4).tolist()
     [[[-1.0, 1.0], [-1.0, 1.0]]]
     """
+    if mask is None and out is None:
+        y = _short_channel_norm(
+            x, weight, bias, _route.INSTANCE, None, eps, running_mean, running_var, use_input_stats,
+            momentum,
+        )  # fmt: skip
+        if y is not None:
+            return y
     eps, momentum = finite("eps", eps), finite("momentum", momentum)
     engine = _engine(x, weight, bias, mask, running_mean, running_var)
     if mask is None and out is None and engine is not None and _foreign(engine, x):
@@ -386,6 +404,12 @@ def batch_norm(
     >>> batch_norm(x, np.array([0.0, 5.0]), np.array([4.0, 25.0])).round(4).tolist()
     [[0.5, 1.0], [1.5, 3.0]]
     """
+    if mask is None and out is None:
+        y = _short_channel_norm(
+            x, weight, bias, _route.BATCH, None, eps, running_mean, running_var, training, momentum
+        )
+        if y is not None:
+            return y
     eps, momentum = finite("eps", eps), finite("momentum", momentum)
     engine = _engine(x, weight, bias, mask, running_mean, running_var)
     if mask is None and out is None and engine is not None and _foreign(engine, x):
@@ -481,13 +505,14 @@ def add_rms_norm(
 
 
 def empty_cache() -> None:
-    """Give the memory that is kept for large outputs of torch tensors back to the system.
+    """Give the memory that is kept for large outputs back to the system.
 
-    At most a quarter of the memory, and 1 GiB, is kept; ``AXISNORM_POOL=0`` in the environment
-    keeps none.
+    At most a quarter of the memory, and 1 GiB, is kept of torch tensors, and as much of arrays;
+    ``AXISNORM_POOL=0`` in the environment keeps none.
 
     >>> empty_cache()
     """
+    _numpy.empty_cache()
     if _torch_engine is not None:
         _torch_engine.empty_cache()
 
@@ -551,12 +576,13 @@ _torch_engine: Any = None
 
 def _load_torch() -> Any:
     """Load the torch engine, once torch itself is loaded."""
-    global _torch_engine, _short_layer_norm, _short_rms_norm
+    global _torch_engine, _short_layer_norm, _short_rms_norm, _short_channel_norm
     if _torch_engine is None and "torch" in sys.modules:
         from . import _torch
 
         _short_layer_norm = _torch.short_layer_norm
         _short_rms_norm = _torch.short_rms_norm
+        _short_channel_norm = _torch.short_channel_norm
         _torch_engine = _torch
     return _torch_engine
 

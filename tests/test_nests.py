@@ -1,0 +1,297 @@
+"""Every scheme, layout, type, mask and instruction set through the native nests, forward and backward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    SCHEMES,
+    Case,
+    assert_close,
+    assert_gradient_close,
+    layouts,
+    parameters,
+    values,
+)
+
+import axisnorm
+from axisnorm import Scheme, _build, _route, reference
+
+# Groups, maps and channels around the widths of vectors and tiles.
+MORE = tuple(
+    Case(Scheme(text), shape)
+    for text, shape in (
+        ("n c [...]; affine=c", (3, 5, 7, 7)),
+        ("n c [...]; affine=c", (2, 3, 1)),
+        ("n c [...]; affine=c", (2, 70, 2, 2)),
+        ("[n] c [...]; affine=c", (6, 3, 49)),
+        ("[n] c [...]; affine=c", (9, 130)),
+        ("[n] c [...]; affine=c", (5, 40, 2, 2)),
+        ("n (g=3 [c]) [...]; affine=g c", (2, 96, 3, 3)),
+        ("n (g=4 [c]) [...]; affine=g c", (2, 12, 5, 5)),
+        ("n (g=4 [c]) [...]; affine=g", (2, 12, 5, 5)),
+        ("n (g=4 [c]) [...]; affine=c", (2, 12, 5, 5)),
+        ("n (g=2 [c]) [...]; affine=g c", (2, 6, 2, 3, 4)),
+        ("n [c] ...; affine=c; eps=1e-6", (2, 33, 5, 13)),
+        ("n [c] ...; affine=c; eps=1e-6; center=false", (2, 33, 65)),
+        ("n [c] ...; affine=c; weight_offset=1; correction=1", (2, 20, 3, 3)),
+        ("[n c] d; affine=d", (3, 4, 37)),
+        ("[n] c [l]; affine=c l", (3, 4, 40)),
+        ("[a] b [c] d [e]; affine=b d", (3, 2, 4, 3, 5)),
+        ("[a b]", (7, 9)),
+        ("n [c h w]; affine=c h w", (3, 4, 5, 6)),
+        ("n (h=4 [d]) s; affine=d", (2, 32, 9)),
+        ("n [c] l; affine=c l", (2, 9, 20)),
+        ("[n] c h; affine=c", (4, 3, 50)),
+        ("[b] s d; affine=b d", (5, 3, 40)),
+    )
+)
+
+
+def wide(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.detach().double()
+
+
+def is_native(case: Case, dtype: torch.dtype) -> bool:
+    name = str(dtype).removeprefix("torch.")
+    return _route.choose(case.scheme, case.shape, name).engine == "native"
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("case", SCHEMES + MORE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_forward_and_backward(case: Case, dtype: torch.dtype, masked: bool) -> None:
+    if not is_native(case, dtype):
+        pytest.skip("the formula has no kernel: see test_what_has_no_kernel")
+    scheme = case.scheme.replace(eps=reference.resolve_eps(case.scheme, dtype))
+    valid = values(case.shape, seed=9) > -0.5 if masked else None
+    for name, x in layouts(values(case.shape, dtype) * 2 + 1):
+        if valid is not None:
+            # What stands in the masked places has no influence.
+            x = torch.empty_like(x).copy_(torch.where(valid, x, float("nan")))
+        weight, bias = parameters(case, dtype)
+        x = x.detach().requires_grad_()
+        for t in (weight, bias):
+            if t is not None:
+                t.requires_grad_()
+        y = axisnorm.normalize(x, scheme, weight, bias, mask=valid)
+        assert y.stride() == torch.empty_like(x).stride(), name
+        given = (wide(x), scheme, wide(weight), wide(bias))
+        once = scheme.rounding == "once" or dtype.itemsize > 2
+        if once:
+            assert_close(y.detach(), reference.forward(*given, mask=valid)[0])
+        grad = values(case.shape, dtype, seed=5)
+        y.backward(grad)
+        dx, dweight, dbias = reference.backward(grad.double(), *given, mask=valid)
+        assert_gradient_close(x.grad, dx, 30, max(1.0, float(dx.abs().max())))
+        if weight is None:
+            continue
+        summed = x.numel() // weight.numel()
+        rounding = 0.0 if once else 4 * torch.finfo(dtype).eps * summed**0.5
+        scale = max(1.0, float(dweight.abs().max())) * (1 + rounding / torch.finfo(dtype).eps)
+        assert_gradient_close(weight.grad, dweight, summed, scale)
+        assert_gradient_close(bias.grad, dbias, summed, max(1.0, float(dbias.abs().max())))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(
+    "text", ["[n] c [...]; affine=c", "n c [...]; affine=c", "n [c] h w; affine=c", "[n] c h w"]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_running_statistics_normalize(text: str, dtype: torch.dtype, masked: bool) -> None:
+    case = Case(Scheme(text, statistics="running"), (3, 5, 6, 7))
+    sizes = case.scheme.layout(4).sizes(case.shape)
+    mean, var = values(sizes.running_shape, seed=3), values(sizes.running_shape, seed=4).abs() + 0.5
+    valid = values(case.shape, seed=9) > -0.5 if masked else None
+    for _, x in layouts(values(case.shape, dtype)):
+        weight, bias = parameters(case, dtype)
+        x = x.detach().requires_grad_()
+        for t in (weight, bias):
+            if t is not None:
+                t.requires_grad_()
+        running = {"running_mean": mean, "running_var": var}
+        y = axisnorm.normalize(x, case.scheme, weight, bias, mask=valid, **running)
+        given = (wide(x), case.scheme, wide(weight), wide(bias))
+        running = {name: t.double() for name, t in running.items()}
+        assert_close(y.detach(), reference.forward(*given, mask=valid, **running)[0])
+        grad = values(case.shape, dtype, seed=5)
+        y.backward(grad)
+        dx, dweight, dbias = reference.backward(grad.double(), *given, mask=valid, **running)
+        assert_gradient_close(x.grad, dx, 4)
+        if weight is not None:
+            assert_gradient_close(weight.grad, dweight, 1000)
+            assert_gradient_close(bias.grad, dbias, 100)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mean", [0.0, 1e4, 1e6])
+@pytest.mark.parametrize(
+    "text,shape",
+    [
+        ("n [c] h w", (2, 300, 5, 9)),
+        ("[n] c h w", (400, 3, 4, 4)),
+        ("[n] c [h w]", (4, 3, 200, 300)),
+        ("n (g=2 [c]) [h w]", (1, 6, 200, 200)),
+        ("[n c h w]", (2, 3, 200, 200)),
+        ("[n] [h w] c", (3, 100, 100, 6)),
+    ],
+)
+def test_offset_and_long_groups(
+    text: str, shape: tuple[int, ...], mean: float, dtype: torch.dtype
+) -> None:
+    """Split means keep what a mean in the compute type would lose."""
+    scheme = Scheme(text.replace("] [", " "))
+    for _, x in layouts(values(shape, torch.float64).to(dtype) + mean):
+        exact, _ = reference.forward(x.numpy().astype(np.longdouble), scheme)
+        assert_close(axisnorm.normalize(x, scheme), torch.from_numpy(exact.astype(np.float64)))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_extremes_in_one_group(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    """Overflow, denormals, constants and NaN in some groups leave the others alone."""
+    info = torch.finfo(dtype)
+    for text in ("[n] c [h w]; affine=c", "n c [h w]; affine=c", "n [h] c w; affine=c"):
+        case = Case(Scheme(text, eps=1e-5), (4, 6, 5, 7))
+        x = values(case.shape, dtype).contiguous(memory_format=layout)
+        x[:, 0] = x[:, 0].sign() * info.max * 0.5
+        x[:, 1] = x[:, 1] * info.tiny
+        x[:, 2] = 0.1
+        x[:, 3] *= 1e-3
+        x[1, 4] = float("nan")
+        weight, bias = parameters(case, dtype)
+        scheme = case.scheme
+        y = axisnorm.normalize(x, scheme, weight, bias)
+        exact = reference.forward(x.double(), scheme, wide(weight), wide(bias))[0]
+        assert torch.equal(y.isnan(), exact.isnan())
+        assert_close(y.nan_to_num(), exact.nan_to_num())
+        x.requires_grad_()
+        weight.requires_grad_()
+        grad = values(case.shape, dtype, seed=2)
+        axisnorm.normalize(x, scheme, weight, bias).backward(grad)
+        dx, dweight, _ = reference.backward(
+            grad.double(), x.detach().double(), scheme, wide(weight), wide(bias)
+        )
+        finite = dx.isfinite() & (dx.abs() < info.max)
+        assert_gradient_close(
+            torch.where(finite, x.grad, 0.0), torch.where(finite, dx, 0.0), 30,
+            float(dx[finite].abs().max()),
+        )  # fmt: skip
+        fine = dweight.isfinite()
+        assert torch.equal(weight.grad.isfinite(), fine)
+        assert_gradient_close(weight.grad[fine], dweight[fine], 200)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", SCHEMES + MORE, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_bits_do_not_depend_on_threads(case: Case, layout: str) -> None:
+    # Large enough for threads: the last axis is longer, if its size is free.
+    shape = (*case.shape[:-1], case.shape[-1] * 40)
+    try:
+        case.scheme.layout(len(shape)).sizes(shape)
+    except axisnorm.ArgumentError:
+        shape = (case.shape[0] * 40, *case.shape[1:])
+    case = Case(case.scheme, shape)
+    x = dict(layouts(values(shape)))[layout]
+    grad, found = values(shape, seed=1), []
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        weight, bias = parameters(case)
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+        y = axisnorm.normalize(leaves[0], case.scheme, *leaves[1:])
+        y.backward(grad)
+        found.append([y.detach(), *[t.grad for t in leaves]])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "text", ["n (g=4 [c]) [...]; affine=g c", "n c [...]; affine=c", "n [c] ...; affine=c"]
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_group_does_not_depend_on_its_batch(text: str, layout: torch.memory_format) -> None:
+    case = Case(Scheme(text), (9, 8, 6, 6))
+    x = values(case.shape).contiguous(memory_format=layout).requires_grad_()
+    weight, bias = parameters(case)
+    grad = values(case.shape, seed=1).contiguous(memory_format=layout)
+    y = axisnorm.normalize(x, case.scheme, weight, bias)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    for i in range(9):
+        one = x.detach()[i : i + 1].clone(memory_format=torch.preserve_format).requires_grad_()
+        alone = axisnorm.normalize(one, case.scheme, weight, bias)
+        assert torch.equal(alone, y[i : i + 1])
+        assert torch.equal(torch.autograd.grad(alone, one, grad[i : i + 1])[0], dx[i : i + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_constant_groups(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    """Exactly the bias, and no gradient for an upstream gradient that is constant, too."""
+    for text, affine in (
+        ("n c [h w]; affine=c", 6),
+        ("[n] c [h w]; affine=c", 6),
+        ("n (g=2 [c]) [h w]; affine=g c", 6),
+        ("n [c] h w; affine=c", 6),
+        ("[n] c h w; affine=c", 6),
+    ):
+        x = torch.full((3, 6, 5, 9), 1000.3333, dtype=dtype).contiguous(memory_format=layout)
+        x.requires_grad_()
+        weight = torch.full((affine,), 1.1, dtype=dtype, requires_grad=True)
+        y = axisnorm.normalize(x, text, weight, torch.full((affine,), 3.0, dtype=dtype))
+        assert (y == 3.0).all()
+        y.backward(torch.full_like(x, 0.3))
+        assert not x.grad.any() and not weight.grad.any()
+
+
+def test_what_has_no_kernel() -> None:
+    """Exactly these go through the reference, and say why."""
+    found = {}
+    for case in SCHEMES + MORE:
+        route = _route.choose(case.scheme, case.shape)
+        if route.engine == "reference":
+            found[str(case.scheme)] = route.reason
+    formula = "the formula is not rstd = 1 / sqrt(variance + eps)"
+    assert found == {
+        "... [d]; affine=d; eps=0.001; eps_placement=std": formula,
+        "... [d]; affine=d; eps=0.3; eps_placement=max": formula,
+        "... [d]; affine=d; center=false; scale=std; correction=1": formula,
+        "... [d]; center=false; scale=l2; eps=1e-12; eps_placement=max": formula,
+        "... [d]; affine=d; scale=var; eps=0.01": formula,
+        "... [d]; affine=d; scale=sqrt_std; correction=1": formula,
+    }
+    for scheme, shape, dtype, reason in (
+        ("n [d]", (0, 4), "float32", "there is no element"),
+        ("n [d]", (2, 4), "complex64", "no kernel for complex64"),
+        (" ".join("abcdefghijklmnop") + " [q]", (1,) * 17, "float32",
+         "more than 16 axes and parts of axes"),
+    ):  # fmt: skip
+        found_route = _route.choose(Scheme(scheme), shape, dtype)
+        assert (found_route.engine, found_route.reason) == ("reference", reason)
+
+
+def test_rows_lines_and_lanes() -> None:
+    reasons = {
+        "rows": "each group is a row of contiguous elements",
+        "lines": "each group is a set of contiguous lines",
+        "lanes": "neighbours in memory belong to different groups",
+    }
+    for scheme, shape, loops in (
+        (Scheme.layer_norm(), (8, 768), "rows"),
+        (Scheme.batch_norm(), (8, 64, 7, 7), "lines"),
+        (Scheme.group_norm(4), (8, 64, 7, 7), "lines"),
+        (Scheme.layer_norm_2d(), (8, 64, 7, 7), "lanes"),
+        (Scheme.batch_norm(), (8, 64), "lanes"),
+        (Scheme.batch_norm(), (8, 64, 2, 2), "lanes"),
+    ):
+        assert _route.choose(scheme, shape).reason == reasons[loops]
+    sizes = Scheme.group_norm(4).layout(4).sizes((8, 64, 7, 7))
+    channels_last = (64 * 49, 1, 7 * 64, 64)
+    axes = _route.axes(sizes, True)
+    assert _build.native.loops(axes, channels_last, False, False) == "lanes"
