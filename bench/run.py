@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 import axisnorm
 from axisnorm import _native
@@ -39,72 +40,204 @@ from cases import values
 RESULTS = Path(__file__).parent / "results"
 BLOCK = 0.02  # seconds
 
-SMALL = ((1, 768), (8, 768))
-MEDIUM = ((128, 768), (1024, 768), (4096, 768))
-LARGE = ((8192, 1024), (16384, 4096))
+TOKENS = {
+    "S": ((1, 768), (8, 768)),
+    "M": ((128, 768), (1024, 768), (4096, 768)),
+    "L": ((8192, 1024), (16384, 4096)),
+}
+IMAGES = {
+    "M": ((8, 384, 14, 14), (1, 320, 64, 64), (8, 96, 56, 56)),
+    "L": ((32, 64, 112, 112),),
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Call = Callable[[], Any]
+Norm = Callable[..., Tensor]
+"""(x, weight, bias, more) -> y"""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is timed, by both libraries."""
+
+    name: str
+    own: Norm
+    other: Norm
+    shapes: dict[str, tuple[tuple[int, ...], ...]]
+    bias: bool = True
+    residual: bool = False
+    running: bool = False
+    channels_last: bool = False
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+
+def _last(x: Tensor) -> tuple[int]:
+    return (x.shape[-1],)
+
+
+def _by_permutation(x: Tensor, w: Tensor, b: Tensor, _: Any) -> Tensor:
+    """LayerNorm2d as models write it."""
+    y = F.layer_norm(x.permute(0, 2, 3, 1), (x.shape[1],), w, b, 1e-6)
+    return y.permute(0, 3, 1, 2)
+
+
+GROUPS = 32
+OPERATIONS = (
+    Operation(
+        "layer_norm",
+        lambda x, w, b, _: axisnorm.layer_norm(x, _last(x), w, b),
+        lambda x, w, b, _: F.layer_norm(x, _last(x), w, b),
+        TOKENS,
+    ),
+    Operation(
+        "rms_norm",
+        lambda x, w, b, _: axisnorm.rms_norm(x, _last(x), w),
+        lambda x, w, b, _: F.rms_norm(x, _last(x), w),
+        TOKENS,
+        bias=False,
+    ),
+    Operation(
+        "add + layer_norm",
+        lambda x, w, b, r: axisnorm.add_layer_norm(x, r, _last(x), w, b),
+        lambda x, w, b, r: F.layer_norm(r + x, _last(x), w, b),
+        TOKENS,
+        residual=True,
+    ),
+    Operation(
+        "dropout + add + layer_norm",
+        lambda x, w, b, r: axisnorm.add_layer_norm(
+            x, r, _last(x), w, b, dropout_p=0.1, training=True
+        ),
+        lambda x, w, b, r: F.layer_norm(r + F.dropout(x, 0.1, True), _last(x), w, b),
+        TOKENS,
+        residual=True,
+    ),
+    Operation(
+        "layer_norm_2d",
+        lambda x, w, b, _: axisnorm.layer_norm_2d(x, w, b),
+        _by_permutation,
+        IMAGES,
+    ),
+    Operation(
+        "group_norm",
+        lambda x, w, b, _: axisnorm.group_norm(x, GROUPS, w, b),
+        lambda x, w, b, _: F.group_norm(x, GROUPS, w, b),
+        IMAGES,
+    ),
+    Operation(
+        "group_norm channels_last",
+        lambda x, w, b, _: axisnorm.group_norm(x, GROUPS, w, b),
+        lambda x, w, b, _: F.group_norm(x, GROUPS, w, b),
+        IMAGES,
+        channels_last=True,
+    ),
+    Operation(
+        "instance_norm",
+        lambda x, w, b, _: axisnorm.instance_norm(x, None, None, w, b),
+        lambda x, w, b, _: F.instance_norm(x, None, None, w, b),
+        IMAGES,
+    ),
+    Operation(
+        "batch_norm training",
+        lambda x, w, b, s: axisnorm.batch_norm(x, *s, w, b, True),
+        lambda x, w, b, s: F.batch_norm(x, *s, w, b, True),
+        IMAGES,
+        running=True,
+    ),
+    Operation(
+        "batch_norm training channels_last",
+        lambda x, w, b, s: axisnorm.batch_norm(x, *s, w, b, True),
+        lambda x, w, b, s: F.batch_norm(x, *s, w, b, True),
+        IMAGES,
+        running=True,
+        channels_last=True,
+    ),
+    Operation(
+        "batch_norm evaluation",
+        lambda x, w, b, s: axisnorm.batch_norm(x, *s, w, b),
+        lambda x, w, b, s: F.batch_norm(x, *s, w, b),
+        IMAGES,
+        running=True,
+    ),
+)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One operation on one shape and type, by both libraries."""
+    """One operation on one shape and type, forward or forward and backward."""
 
-    op: str
-    shape: tuple[int, int]
+    operation: Operation
+    shape: tuple[int, ...]
     dtype: torch.dtype
     size: str
+    direction: str
+
+    @property
+    def op(self) -> str:
+        return f"{self.operation.name} {self.direction}"
 
     def calls(self) -> dict[str, Call]:
-        n = self.shape[1]
-        x = values(self.shape, self.dtype)
-        weight = torch.nn.Parameter(values((n,), self.dtype, 1))
-        bias = torch.nn.Parameter(values((n,), self.dtype, 2))
-        grad = values(self.shape, self.dtype, 3)
-        copy = torch.empty_like(x)
+        operation = self.operation
+        axis = -1 if operation.shapes is TOKENS else 1
+        layout = torch.channels_last if operation.channels_last else torch.contiguous_format
+
+        def tensor(seed: int) -> Tensor:
+            return values(self.shape, self.dtype, seed).contiguous(memory_format=layout)
+
+        channels = (self.shape[axis],)
+        x, grad, copy = tensor(0), tensor(3), torch.empty_like(tensor(0))
+        weight = torch.nn.Parameter(values(channels, self.dtype, 1))
+        bias = torch.nn.Parameter(values(channels, self.dtype, 2)) if operation.bias else None
+        more: Any = None
+        if operation.residual:
+            more = tensor(4)
+        if operation.running:
+            more = (torch.zeros(channels), torch.ones(channels))
         calls: dict[str, Call] = {"copy": lambda: copy.copy_(x)}
-        ns = (n,)
-        if self.op == "layer_norm forward":
-            calls["axisnorm"] = lambda: axisnorm.layer_norm(x, ns, weight, bias)
-            calls["torch"] = lambda: F.layer_norm(x, ns, weight, bias)
-        elif self.op == "rms_norm forward":
-            calls["axisnorm"] = lambda: axisnorm.rms_norm(x, ns, weight)
-            calls["torch"] = lambda: F.rms_norm(x, ns, weight)
-        elif self.op == "layer_norm backward":
-            with torch.enable_grad():
-                node = axisnorm.layer_norm(x.clone().requires_grad_(), ns, weight, bias).grad_fn
-            _, mean, rstd = torch.ops.aten.native_layer_norm(x, ns, weight, bias, 1e-5)
-            op = torch.ops.aten.native_layer_norm_backward
-            calls["axisnorm"] = lambda: _native.short_backward(node, grad)
-            calls["torch"] = lambda: op(grad, x, ns, mean, rstd, weight, bias, [True] * 3)
-        else:
-            leaf = x.clone().requires_grad_()
-            if self.op == "layer_norm forward+backward":
-                inputs = (leaf, weight, bias)
-                own: Call = lambda: axisnorm.layer_norm(leaf, ns, weight, bias)  # noqa: E731
-                other: Call = lambda: F.layer_norm(leaf, ns, weight, bias)  # noqa: E731
-            else:
-                inputs = (leaf, weight)
-                own = lambda: axisnorm.rms_norm(leaf, ns, weight)  # noqa: E731
-                other = lambda: F.rms_norm(leaf, ns, weight)  # noqa: E731
-            calls["axisnorm"] = lambda: torch.autograd.grad(own(), inputs, grad)
-            calls["torch"] = lambda: torch.autograd.grad(other(), inputs, grad)
+        if self.direction == "forward":
+            calls["axisnorm"] = lambda: operation.own(x, weight, bias, more)
+            calls["torch"] = lambda: operation.other(x, weight, bias, more)
+            return calls
+        leaf = x.clone().requires_grad_()
+        wanted = [t for t in (leaf, weight, bias) if t is not None]
+        if operation.residual:
+            wanted.append(more.requires_grad_())
+        if self.direction == "backward":
+            return {**calls, **self._kernels(leaf, grad, weight, bias)}
+        calls["axisnorm"] = lambda: torch.autograd.grad(
+            operation.own(leaf, weight, bias, more), wanted, grad
+        )
+        calls["torch"] = lambda: torch.autograd.grad(
+            operation.other(leaf, weight, bias, more), wanted, grad
+        )
         return calls
+
+    def _kernels(
+        self, leaf: Tensor, grad: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> dict[str, Call]:
+        """LayerNorm's backward without autograd around it."""
+        shape = _last(leaf)
+        with torch.enable_grad():
+            node = axisnorm.layer_norm(leaf, shape, weight, bias).grad_fn
+        x = leaf.detach()
+        _, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight, bias, 1e-5)
+        op = torch.ops.aten.native_layer_norm_backward
+        return {
+            "axisnorm": lambda: _native.short_backward(node, grad),
+            "torch": lambda: op(grad, x, shape, mean, rstd, weight, bias, [True] * 3),
+        }
 
 
 def cells() -> Iterator[Cell]:
-    for op in (
-        "layer_norm forward",
-        "rms_norm forward",
-        "layer_norm backward",
-        "layer_norm forward+backward",
-        "rms_norm forward+backward",
-    ):
-        for dtype in DTYPES:
-            for size, shapes in (("S", SMALL), ("M", MEDIUM), ("L", LARGE)):
-                for shape in shapes:
-                    yield Cell(op, shape, dtype, size)
+    for operation in OPERATIONS:
+        directions = ["forward", "forward+backward"]
+        if operation.name == "layer_norm":
+            directions.insert(1, "backward")
+        for direction in directions:
+            for dtype in operation.dtypes:
+                for size, shapes in operation.shapes.items():
+                    for shape in shapes:
+                        yield Cell(operation, shape, dtype, size, direction)
 
 
 def others_cpu() -> float:
@@ -167,6 +300,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="operations whose name contains this")
     parser.add_argument("--sizes", default="SML", help="of S, M and L")
+    parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -177,14 +311,17 @@ def main() -> None:
     )
     results = []
     for cell in cells():
+        dtype = str(cell.dtype).removeprefix("torch.")
         if options.only not in cell.op or cell.size not in options.sizes:
+            continue
+        if dtype not in options.dtypes.split(","):
             continue
         with torch.set_grad_enabled("+" in cell.op):
             seconds, ratio, noisy = race(cell.calls(), options.rounds)
         results.append(
             {
                 "op": cell.op,
-                "dtype": str(cell.dtype).removeprefix("torch."),
+                "dtype": dtype,
                 "shape": list(cell.shape),
                 "size": cell.size,
                 "torch_us": round(seconds["torch"] * 1e6, 2),
