@@ -158,6 +158,70 @@ void move(uintptr_t mean, uintptr_t var, int mean_dtype, int var_dtype, int64_t 
                   correction, running_correction, momentum, dtype});
 }
 
+// What add_forward and add_backward have in common.
+Job sum_job(uintptr_t weight, uintptr_t stats, double dropout_p, int64_t seed, int64_t rows,
+            int64_t n, int dtype, int weight_dtype, int bias_dtype, bool center, bool rounded,
+            double eps, double weight_offset) {
+  Job job = {};
+  job.dtype = dtype;
+  job.weight_dtype = weight_dtype;
+  job.bias_dtype = bias_dtype;
+  job.center = center;
+  job.rounded = rounded;
+  job.eps = eps;
+  job.divisor = (double)n;
+  job.weight_offset = weight_offset;
+  job.rows = rows;
+  job.n = n;
+  job.weight = (const void *)weight;
+  job.stats = (void *)stats;
+  job.dropout_p = dropout_p;
+  job.seed = (uint64_t)seed;
+  return job;
+}
+
+void add_forward(uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t bias, uintptr_t y,
+                 uintptr_t h, uintptr_t stats, double dropout_p, int64_t seed, int64_t rows,
+                 int64_t n, int64_t x_stride, int64_t residual_stride, int64_t y_stride,
+                 int64_t h_stride, int dtype, int weight_dtype, int bias_dtype, bool center,
+                 bool rounded, double eps, double weight_offset) {
+  Job job = sum_job(weight, stats, dropout_p, seed, rows, n, dtype, weight_dtype, bias_dtype,
+                    center, rounded, eps, weight_offset);
+  job.x = (const void *)x;
+  job.x_stride = x_stride;
+  job.residual = (const void *)residual;
+  job.residual_stride = residual_stride;
+  job.bias = (const void *)bias;
+  job.y = (void *)y;
+  job.y_stride = y_stride;
+  job.h = (void *)h;
+  job.h_stride = h_stride;
+  axisnorm::forward(job);
+}
+
+void add_backward(uintptr_t grad, uintptr_t grad_h, uintptr_t h, uintptr_t weight, uintptr_t stats,
+                  uintptr_t dh, uintptr_t dx, uintptr_t dweight, uintptr_t dbias, double dropout_p,
+                  int64_t seed, int64_t rows, int64_t n, int64_t grad_stride, int64_t grad_h_stride,
+                  int64_t h_stride, int64_t dh_stride, int64_t dx_stride, int dtype,
+                  int weight_dtype, int bias_dtype, bool center, bool rounded, double eps,
+                  double weight_offset) {
+  Job job = sum_job(weight, stats, dropout_p, seed, rows, n, dtype, weight_dtype, bias_dtype,
+                    center, rounded, eps, weight_offset);
+  job.x = (const void *)h;
+  job.x_stride = h_stride;
+  job.grad = (const void *)grad;
+  job.grad_stride = grad_stride;
+  job.grad_h = (const void *)grad_h;
+  job.grad_h_stride = grad_h_stride;
+  job.dx = (void *)dh;
+  job.dx_stride = dh_stride;
+  job.dropped_dx = (void *)dx;
+  job.dropped_dx_stride = dx_stride;
+  job.dweight = (void *)dweight;
+  job.dbias = (void *)dbias;
+  axisnorm::backward(job);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -172,5 +236,7 @@ NB_MODULE(_native, m) {
   m.def("isa_error", &axisnorm::isa_error, nb::rv_policy::copy);
   m.def("max_threads", &axisnorm::max_threads);
   m.def("openmp_source", &axisnorm::openmp_source);
+  m.def("add_forward", &add_forward, nb::call_guard<nb::gil_scoped_release>());
+  m.def("add_backward", &add_backward, nb::call_guard<nb::gil_scoped_release>());
   torch_door::add_to(m.ptr());
 }

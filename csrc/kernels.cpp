@@ -9,6 +9,7 @@
 #include <stddef.h>
 
 #include "norm.h"
+#include "residual.h"
 #include "vec.h"
 
 namespace {
@@ -404,11 +405,36 @@ void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) 
   if (r < end) forward_row<T, Center, Rounded>(job, affine, r);
 }
 
+// The norm of a sum. The rows of h are made where they are to stand, or in place of y, two at a time,
+// so that the norm finds them in the L1 cache.
+template <class T, bool Center, bool Rounded>
+void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) {
+  constexpr int R = 2;
+  const Dropout dropout(job);
+  Job norm = job;
+  norm.x = job.h ? job.h : job.y;
+  norm.x_stride = job.h ? job.h_stride : job.y_stride;
+  for (; r < end; r += R) {
+    const int64_t stop = smaller(end, r + R);
+    for (int64_t k = r; k < stop; k++)
+      add_row(job, job.dropout_p > 0 ? &dropout : nullptr, k, (T *)norm.x + k * norm.x_stride);
+    forward_rows<T, Center, Rounded>(norm, affine, r, stop);
+  }
+}
+
 // ---- backward
 
 enum Wanted { NOTHING, WEIGHT, WEIGHT_AND_BIAS };  // of the sums over rows
 
 template <class T> struct RowSums { Scalar<T> *weight, *bias; };
+
+template <class T>
+void store_gradient(const Job &job, const Dropout &dropout, int64_t r, int64_t i, double v) {
+  if (job.grad_h) v += get((const T *)job.grad_h + r * job.grad_h_stride + i);
+  if (job.dx) put((T *)job.dx + r * job.dx_stride + i, v);
+  if (job.dropped_dx)
+    put((T *)job.dropped_dx + r * job.dropped_dx_stride + i, dropout.apply(r, i, v));
+}
 
 template <class T>
 __attribute__((noinline)) void backward_exact(const Job &job, const Affine &affine,
@@ -423,7 +449,7 @@ __attribute__((noinline)) void backward_exact(const Job &job, const Affine &affi
     if (sums.weight) sums.weight[i] += (Scalar<T>)(get(g + i) * v);
     if (sums.bias) sums.bias[i] += (Scalar<T>)get(g + i);
   }
-  if (!job.dx) return;
+  if (!job.dx && !job.dropped_dx) return;
   double largest_g = 0, largest_w = 0;
   for (int64_t i = 0; i < n; i++) {
     const double a = __builtin_fabs(get(g + i));
@@ -442,12 +468,28 @@ __attribute__((noinline)) void backward_exact(const Job &job, const Affine &affi
   }
   const double m1 = job.center ? first + s1.value() / (double)n : 0;
   const double m2 = s2.value() / job.divisor;
-  T *dx = (T *)job.dx + r * job.dx_stride;
+  const Dropout dropout(job);
   for (int64_t i = 0; i < n; i++) {
     const double gw = scale(get(g + i), -eg) * scale((double)w[i * affine.weight_step], -ew);
     const double v = exact.plain * ((gw - m1) - exact.standardized(get(x + i)) * m2);
-    put(dx + i, scale(v, eg + ew + exact.plain_e));
+    store_gradient<T>(job, dropout, r, i, scale(v, eg + ew + exact.plain_e));
   }
+}
+
+// The second sweep over a row of a sum, where more than dx is wanted.
+template <class T, bool Center>
+__attribute__((noinline)) void derivative_of_sum(const Job &job, const Affine &affine, int64_t r,
+                                                 const Row<T> &row, const Vector<T> &mean,
+                                                 const Vector<T> &slope) {
+  typedef Vector<T> V;
+  const int64_t w_mask = -affine.weight_step;
+  const T *x = (const T *)job.x + r * job.x_stride, *g = (const T *)job.grad + r * job.grad_stride;
+  const Scalar<T> *w = (const Scalar<T> *)affine.weight;
+  store_gradients<T>(job, r, [&](int64_t i, int64_t k) __attribute__((always_inline)) {
+    const V v = standardize<T, Center>(load_part(x + i, k), row);
+    const V gw = load_part(g + i, k) * load_part(w + (i & w_mask), k);
+    return fma(v, slope, Center ? gw + mean : gw) * row.rstd;
+  });
 }
 
 // R rows at once share the loads of the weight and the loads and stores of the sums over rows.
@@ -505,7 +547,7 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
       total2[k].add(s2[k]);
     }
   } while (i < n);
-  if (!job.dx) return;
+  if (!job.dx && !job.dropped_dx) return;
 
   T *dx[R];
   V mean[R], slope[R];
@@ -524,7 +566,14 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
     const V gw = grad * weight;
     return fma(v, slope[k], Center ? gw + mean[k] : gw) * row[k].rstd;
   };
-  for (i = 0; i + W <= n; i += W) {
+  if (job.grad_h || job.dropped_dx) {
+    for (int k = 0; k < R; k++)
+      derivative_of_sum<T, Center>(job, affine, r + k, row[k], mean[k], slope[k]);
+    i = n;
+  } else {
+    i = 0;
+  }
+  for (; i + W <= n; i += W) {
     const V weight = load(w + (i & w_mask));
     for (int k = 0; k < R; k++)
       store(dx[k] + i, derivative(load(g[k] + i), load(x[k] + i), weight, k));
@@ -863,7 +912,8 @@ void backward_of(const Job *job, const Affine *affine, const Chunks *chunks, int
   }
 
 void forward(const Job *job, const Affine *affine, int64_t r, int64_t end) {
-  BY_TYPE(forward_rows, *job, *affine, r, end)
+  if (job->residual) BY_TYPE(forward_sums, *job, *affine, r, end)
+  else BY_TYPE(forward_rows, *job, *affine, r, end)
 }
 void backward(const Job *job, const Affine *affine, const Chunks *chunks, int64_t c, int64_t end) {
   BY_TYPE(backward_of, job, affine, chunks, c, end)

@@ -41,6 +41,17 @@ struct Job {
   void *dx;              // backward, null: not wanted
   void *dweight;         // backward, null: not wanted
   void *dbias;           // backward, null: not wanted
+
+  // The norm of a sum. With a residual, forward normalizes h = residual + dropout(x), which is
+  // rounded to dtype; backward's x is that h, its dx the gradient of h and of the residual.
+  const void *residual;    // forward, null: x is normalized
+  void *h;                 // forward, null: not wanted
+  const void *grad_h;      // backward: added to dx before it is rounded, null: nothing
+  void *dropped_dx;        // backward: the gradient of what is dropped from, null: not wanted
+  int64_t residual_stride, h_stride, grad_h_stride, dropped_dx_stride;
+  double dropout_p;        // in [0, 1); dropout keeps an element where 32 random bits are at least
+                           // p 2^32, and multiplies it by 1 / (1 - p)
+  uint64_t seed;           // these bits follow from it and from the element's row and column
 };
 
 // Weight and bias as the kernels read them: in the compute type, weight_offset added. Step 1, or 0

@@ -630,11 +630,17 @@ PyObject *short_layer_norm(PyObject *, PyObject *const *args, Py_ssize_t count) 
   return short_way(common);
 }
 
+// False: neither of the two texts.
+bool read_rounding(PyObject *text, bool &once) {
+  if (!PyUnicode_Check(text)) return false;
+  once = PyUnicode_CompareWithASCIIString(text, "once") == 0;
+  return once || PyUnicode_CompareWithASCIIString(text, "before_affine") == 0;
+}
+
 // short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding) -> y
 PyObject *short_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 6 || !PyUnicode_Check(args[5])) return unsure();
-  const bool once = PyUnicode_CompareWithASCIIString(args[5], "once") == 0;
-  if (!once && PyUnicode_CompareWithASCIIString(args[5], "before_affine") != 0) return unsure();
+  bool once;
+  if (count != 6 || !read_rounding(args[5], once)) return unsure();
   PyObject *common[COMMON] = {args[0], args[2], Py_None,  args[1],
                               args[3], args[4], Py_False, once ? Py_False : Py_True};
   return short_way(common);
@@ -710,14 +716,251 @@ PyObject *node_apply(PyObject *ctx, PyObject *const *args, Py_ssize_t count) {
 
 PyMethodDef apply_definition = {"apply", (PyCFunction)(void *)node_apply, METH_FASTCALL, nullptr};
 
-// quicken(class) gives the node's class the method, in place of two Python functions.
-PyObject *quicken(PyObject *, PyObject *type) {
-  PyObject *method = PyDescr_NewMethod((PyTypeObject *)type, &apply_definition);
+PyObject *set_apply(PyObject *type, PyMethodDef *definition) {
+  PyObject *method = PyDescr_NewMethod((PyTypeObject *)type, definition);
   const bool fine = method && !PyObject_SetAttrString(type, "apply", method);
   Py_XDECREF(method);
   if (!fine) return nullptr;
   Py_RETURN_NONE;
 }
+
+// quicken(class) gives the node's class the method, in place of two Python functions.
+PyObject *quicken(PyObject *, PyObject *type) { return set_apply(type, &apply_definition); }
+
+// ---- the norm of a sum, h = residual + dropout(x)
+
+PyObject *apply_add_node;     // _ShortAddNorm.apply(x, residual, weight, bias, found) -> (y, h)
+PyObject *long_add_backward;  // (ctx, grad, grad_h)
+PyObject *draw;               // torch.Tensor.random_
+PyObject *kept_seed;          // an int64 tensor that seeds are drawn into
+bool kept_seed_in_use;
+
+struct {
+  PyObject *materialize_grads, *non_differentiable;
+} add_names;
+
+// connect_add({name: object}) -> None: what the functions below need, by name
+PyObject *connect_add(PyObject *, PyObject *given) {
+  const struct {
+    const char *name;
+    PyObject **place;
+  } wanted[] = {{"apply_node", &apply_add_node},
+                {"long_backward", &long_add_backward},
+                {"draw", &draw},
+                {"seed", &kept_seed}};
+  if (!PyDict_Check(given)) {
+    PyErr_SetString(PyExc_TypeError, "connect_add takes a dictionary");
+    return nullptr;
+  }
+  for (const auto &item : wanted) {
+    PyObject *object = PyDict_GetItemString(given, item.name);
+    if (!object) {
+      PyErr_Format(PyExc_KeyError, "%s", item.name);
+      return nullptr;
+    }
+    Py_INCREF(object);
+    *item.place = object;
+  }
+  add_names.materialize_grads = PyUnicode_InternFromString("materialize_grads");
+  add_names.non_differentiable = PyUnicode_InternFromString("non_differentiable");
+  if (!add_names.materialize_grads || !add_names.non_differentiable) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// A number of torch's generator. False: an exception is set.
+bool draw_seed(uint64_t &seed) {
+  // One tensor is drawn into again and again, which costs half of a new one each time. Another thread
+  // may come in while torch has released the GIL.
+  const bool kept = !kept_seed_in_use;
+  PyObject *tensor = kept ? kept_seed
+                          : PyObject_CallFunctionObjArgs(empty_like, kept_seed, nullptr);
+  if (!tensor) return false;
+  if (kept) kept_seed_in_use = true;
+  PyObject *drawn = PyObject_CallFunctionObjArgs(draw, tensor, nullptr);
+  dltensor t;
+  const bool fine = drawn && !api->describe(tensor, &t);
+  if (fine) seed = *(const uint64_t *)((const char *)t.data + t.byte_offset);
+  Py_XDECREF(drawn);
+  if (kept) kept_seed_in_use = false;
+  else Py_DECREF(tensor);
+  return fine;
+}
+
+enum { RESIDUAL, DROPOUT_P, TRAINING, PRENORM, ADDED };
+
+bool same_kind(const Reading &a, const Reading &b) {
+  return a.dtype == b.dtype && same_shape(a, b.t.shape, b.t.ndim);
+}
+
+// As short_way, for the norm of a sum: y, or with prenorm (y, h).
+PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
+  if (!api || !apply_add_node || !is_exact(args[X]) || !unwatched()) return unsure();
+  Job job = {};
+  Reading x, residual;
+  double p;
+  const int training = PyObject_IsTrue(added[TRAINING]);
+  const int prenorm = training < 0 ? -1 : PyObject_IsTrue(added[PRENORM]);
+  if (prenorm < 0) return PyErr_Clear(), unsure();
+  if (!read_common(args, job, x) || !read(added[RESIDUAL], residual) || !same_kind(residual, x) ||
+      !is_positive(added[RESIDUAL]) || !read_number(added[DROPOUT_P], p) || !(p >= 0 && p < 1))
+    return unsure();
+  const bool recording = !answers_quiet(watch.grad_enabled);
+  const bool gradient_of_h =
+      recording && (wants_gradient(args[X]) || wants_gradient(added[RESIDUAL]));
+  const bool gradient = gradient_of_h || (recording && (wants_gradient(args[WEIGHT]) ||
+                                                        wants_gradient(args[BIAS])));
+  job.residual = data(residual);
+  job.residual_stride = job.h_stride = job.n;
+  if (training) job.dropout_p = p;
+
+  PyObject *y = like(args[X], x.size, x.dtype, job.y), *h = nullptr, *stats = nullptr;
+  bool fine = y;
+  if (fine && (gradient || prenorm)) fine = h = like(args[X], x.size, x.dtype, job.h);
+  if (fine && gradient) fine = stats = new_stats(job);
+  if (fine && job.dropout_p > 0) fine = draw_seed(job.seed);
+  fine = fine && run(axisnorm::forward, job);
+  PyObject *result = nullptr;
+  if (fine && gradient) {
+    PyObject *shape = PySequence_Tuple(args[SHAPE]);
+    PyObject *constants = shape ? Py_BuildValue("(OOOOOdL)", shape, args[EPS], args[OFFSET],
+                                                args[CENTER], args[ROUNDED], job.dropout_p,
+                                                (long long)job.seed)
+                                : nullptr;
+    PyObject *found = constants ? PyTuple_Pack(5, y, h, stats, constants,
+                                               gradient_of_h ? Py_True : Py_False)
+                                : nullptr;
+    PyObject *both = found ? PyObject_CallFunctionObjArgs(apply_add_node, args[X], added[RESIDUAL],
+                                                          args[WEIGHT], args[BIAS], found, nullptr)
+                           : nullptr;
+    if (both && !prenorm) {
+      result = PyTuple_GetItem(both, 0);
+      Py_XINCREF(result);
+      Py_DECREF(both);
+    } else {
+      result = both;
+    }
+    for (PyObject *used : {shape, constants, found}) Py_XDECREF(used);
+  } else if (fine && prenorm) {
+    result = PyTuple_Pack(2, y, h);
+  } else if (fine) {
+    result = y;
+    Py_INCREF(y);
+  }
+  for (PyObject *used : {y, h, stats}) Py_XDECREF(used);
+  return result;
+}
+
+// short_add_layer_norm(x, residual, normalized_shape, weight, bias, eps, dropout_p, training,
+// prenorm) -> y or (y, h)
+PyObject *short_add_layer_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 9) return unsure();
+  static PyObject *const zero = PyFloat_FromDouble(0.0);
+  PyObject *common[COMMON] = {args[0], args[3], args[4], args[2], args[5], zero, Py_True, Py_False};
+  PyObject *added[ADDED] = {args[1], args[6], args[7], args[8]};
+  return short_add_way(common, added);
+}
+
+// short_add_rms_norm(x, residual, normalized_shape, weight, eps, weight_offset, rounding, dropout_p,
+// training, prenorm) -> y or (y, h)
+PyObject *short_add_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  bool once;
+  if (count != 10 || !read_rounding(args[6], once)) return unsure();
+  PyObject *common[COMMON] = {args[0], args[3], Py_None,  args[2],
+                              args[4], args[5], Py_False, once ? Py_False : Py_True};
+  PyObject *added[ADDED] = {args[1], args[7], args[8], args[9]};
+  return short_add_way(common, added);
+}
+
+// add_node_forward(ctx, x, residual, weight, bias, (y, h, stats, constants, whether h has a
+// gradient)) -> (y, h)
+PyObject *add_node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 6 || !PyTuple_Check(args[5]) || PyTuple_Size(args[5]) != 5) {
+    PyErr_SetString(PyExc_TypeError, "add_node_forward takes 6 arguments");
+    return nullptr;
+  }
+  PyObject *ctx = args[0], *found = args[5], *h = PyTuple_GetItem(found, 1);
+  PyObject *saved = PyTuple_Pack(3, h, args[3], args[4]);
+  // An output that nobody used has no gradient rather than one of zeros.
+  bool fine = saved && !PyObject_SetAttr(ctx, names.to_save, saved) &&
+              !PyObject_SetAttr(ctx, names.stats, PyTuple_GetItem(found, 2)) &&
+              !PyObject_SetAttr(ctx, names.constants, PyTuple_GetItem(found, 3)) &&
+              !PyObject_SetAttr(ctx, add_names.materialize_grads, Py_False);
+  Py_XDECREF(saved);
+  if (fine && PyTuple_GetItem(found, 4) != Py_True) {
+    PyObject *constant = PyTuple_Pack(1, h);
+    fine = constant && !PyObject_SetAttr(ctx, add_names.non_differentiable, constant);
+    Py_XDECREF(constant);
+  }
+  return fine ? PyTuple_Pack(2, PyTuple_GetItem(found, 0), h) : nullptr;
+}
+
+// Whether this is a gradient of a tensor that was read.
+bool read_gradient(PyObject *object, const Reading &of, Reading &gradient) {
+  return is_exact(object) && is_positive(object) && read(object, gradient) &&
+         same_kind(gradient, of);
+}
+
+// short_add_backward(ctx, grad, grad_h) -> (dx, dresidual, dweight, dbias, None)
+PyObject *short_add_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (!api || count != 3 || !unwatched() || !answers_quiet(watch.grad_enabled)) return unsure();
+  const Kept kept(args[0]);
+  if (!kept.constants) return nullptr;
+  PyObject *common[COMMON];
+  for (int i = 0; i < COMMON; i++)
+    common[i] = i < 3 ? PyTuple_GetItem(kept.saved, i) : PyTuple_GetItem(kept.constants, i - 3);
+  Job job = {};
+  Reading h, grad, grad_h;
+  if (!read_common(common, job, h) || !read_gradient(args[1], h, grad) ||
+      (args[2] != Py_None && !read_gradient(args[2], h, grad_h)) || !PyBytes_Check(kept.stats) ||
+      PyBytes_Size(kept.stats) != 3 * job.rows * (h.dtype == F64 ? 8 : 4))
+    return unsure();
+  job.grad = data(grad);
+  if (args[2] != Py_None) job.grad_h = data(grad_h);
+  job.stats = PyBytes_AsString(kept.stats);
+  job.grad_h_stride = job.dropped_dx_stride = job.n;
+  job.dropout_p = PyFloat_AsDouble(PyTuple_GetItem(kept.constants, 5));
+  job.seed = (uint64_t)PyLong_AsLongLong(PyTuple_GetItem(kept.constants, 6));
+  if (PyErr_Occurred()) return nullptr;
+
+  const auto needs = [&](int i) { return PyTuple_GetItem(kept.needs, i) == Py_True; };
+  const bool dropped = job.dropout_p > 0;
+  PyObject *dx = nullptr, *dh = nullptr, *dweight = nullptr, *dbias = nullptr;
+  bool fine = true;
+  const auto make = [&](bool wanted, PyObject *model, int64_t size, PyObject *&result,
+                        void *&place) {
+    if (fine && wanted) fine = (result = like(model, size, h.dtype, place)) != nullptr;
+  };
+  make(needs(1) || (needs(0) && !dropped), common[X], h.size, dh, job.dx);
+  make(needs(0) && dropped, common[X], h.size, dx, job.dropped_dx);
+  make(needs(2) && common[WEIGHT] != Py_None, common[WEIGHT], job.n, dweight, job.dweight);
+  make(needs(3) && common[BIAS] != Py_None, common[BIAS], job.n, dbias, job.dbias);
+  PyObject *result = nullptr;
+  if (fine && run(axisnorm::backward, job)) {
+    const auto or_none = [](PyObject *object) { return object ? object : Py_None; };
+    result = PyTuple_Pack(5, needs(0) ? or_none(dropped ? dx : dh) : Py_None,
+                          needs(1) ? or_none(dh) : Py_None, or_none(dweight), or_none(dbias),
+                          Py_None);
+  }
+  for (PyObject *made : {dx, dh, dweight, dbias}) Py_XDECREF(made);
+  return result;
+}
+
+PyObject *add_node_apply(PyObject *ctx, PyObject *const *args, Py_ssize_t count) {
+  if (count == 2) {
+    PyObject *all[3] = {ctx, args[0], args[1]};
+    PyObject *result = short_add_backward(nullptr, all, 3);
+    if (result != Py_None) return result;
+    Py_DECREF(result);
+    return PyObject_CallFunctionObjArgs(long_add_backward, ctx, args[0], args[1], nullptr);
+  }
+  PyErr_SetString(PyExc_TypeError, "the norm of a sum has two gradients");
+  return nullptr;
+}
+
+PyMethodDef add_apply_definition = {"apply", (PyCFunction)(void *)add_node_apply, METH_FASTCALL,
+                                    nullptr};
+
+PyObject *quicken_add(PyObject *, PyObject *type) { return set_apply(type, &add_apply_definition); }
 
 PyMethodDef methods[] = {
     {"connect", (PyCFunction)(void *)connect, METH_FASTCALL, nullptr},
@@ -727,6 +970,12 @@ PyMethodDef methods[] = {
     {"node_forward", (PyCFunction)(void *)node_forward, METH_FASTCALL, nullptr},
     {"quicken", (PyCFunction)quicken, METH_O, nullptr},
     {"short_backward", (PyCFunction)(void *)short_backward, METH_FASTCALL, nullptr},
+    {"connect_add", (PyCFunction)connect_add, METH_O, nullptr},
+    {"short_add_layer_norm", (PyCFunction)(void *)short_add_layer_norm, METH_FASTCALL, nullptr},
+    {"short_add_rms_norm", (PyCFunction)(void *)short_add_rms_norm, METH_FASTCALL, nullptr},
+    {"add_node_forward", (PyCFunction)(void *)add_node_forward, METH_FASTCALL, nullptr},
+    {"quicken_add", (PyCFunction)quicken_add, METH_O, nullptr},
+    {"short_add_backward", (PyCFunction)(void *)short_add_backward, METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

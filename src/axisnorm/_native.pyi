@@ -55,6 +55,57 @@ def move(
     momentum: float,
     dtype: int,
 ) -> None: ...
+def add_forward(
+    x: int,
+    residual: int,
+    weight: int,
+    bias: int,
+    y: int,
+    h: int,
+    stats: int,
+    dropout_p: float,
+    seed: int,
+    rows: int,
+    n: int,
+    x_stride: int,
+    residual_stride: int,
+    y_stride: int,
+    h_stride: int,
+    dtype: int,
+    weight_dtype: int,
+    bias_dtype: int,
+    center: bool,
+    rounded: bool,
+    eps: float,
+    weight_offset: float,
+) -> None: ...
+def add_backward(
+    grad: int,
+    grad_h: int,
+    h: int,
+    weight: int,
+    stats: int,
+    dh: int,
+    dx: int,
+    dweight: int,
+    dbias: int,
+    dropout_p: float,
+    seed: int,
+    rows: int,
+    n: int,
+    grad_stride: int,
+    grad_h_stride: int,
+    h_stride: int,
+    dh_stride: int,
+    dx_stride: int,
+    dtype: int,
+    weight_dtype: int,
+    bias_dtype: int,
+    center: bool,
+    rounded: bool,
+    eps: float,
+    weight_offset: float,
+) -> None: ...
 
 # torch tensors; None where anything is unusual
 def connect(table: Any, watch: dict[str, Any], /) -> bool: ...
@@ -78,6 +129,37 @@ def short_channel_norm(
 def node_forward(ctx: Any, x: Any, weight: Any, bias: Any, found: Any, /) -> Any: ...
 def short_backward(ctx: Any, grad: Any, /) -> tuple[Any, ...] | None: ...
 def quicken(node: type, /) -> None: ...
+def connect_add(given: dict[str, Any], /) -> None: ...
+def short_add_layer_norm(
+    x: Any,
+    residual: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    dropout_p: Any,
+    training: Any,
+    prenorm: Any,
+    /,
+) -> Any: ...
+def short_add_rms_norm(
+    x: Any,
+    residual: Any,
+    normalized_shape: Any,
+    weight: Any,
+    eps: Any,
+    weight_offset: Any,
+    rounding: Any,
+    dropout_p: Any,
+    training: Any,
+    prenorm: Any,
+    /,
+) -> Any: ...
+def add_node_forward(
+    ctx: Any, x: Any, residual: Any, weight: Any, bias: Any, found: Any, /
+) -> tuple[Any, Any]: ...
+def short_add_backward(ctx: Any, grad: Any, grad_h: Any, /) -> tuple[Any, ...] | None: ...
+def quicken_add(node: type, /) -> None: ...
 
 # the instruction set and the threads
 def isa() -> str: ...

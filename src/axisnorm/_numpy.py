@@ -11,7 +11,14 @@ from ._numpy_memory import empty_cache, empty_like
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
-__all__ = ["Inputs", "empty_cache", "is_tracing", "normalize", "statistics"]
+__all__ = [
+    "Inputs",
+    "add_normalize",
+    "empty_cache",
+    "is_tracing",
+    "normalize",
+    "statistics",
+]
 
 Array = Any  # numpy.ndarray of a type that may be ml_dtypes.bfloat16
 
@@ -220,6 +227,79 @@ def _parameter(parameter: Array | None, x: Array) -> Array | None:
 
 def _compute_type(x: Array) -> Any:
     return np.float64 if x.dtype.name == "float64" else np.float32
+
+
+# --------------------------------------------------------------------------------------------
+# The norm of a sum
+
+
+def add_normalize(
+    x: Array,
+    residual: Array,
+    weight: Array | None,
+    bias: Array | None,
+    scheme: str,
+    prenorm: bool,
+) -> tuple[Array, Array | None]:
+    """y = norm(h) and h = residual + x (None where neither ``prenorm`` nor the engine asks for it).
+
+    The two arrays have one shape, which ends in the axes that share a mean.
+    """
+    meaning = as_scheme(scheme)
+    inputs, sizes = _checked(Inputs(x, weight, bias), meaning)
+    fused = residual.dtype == x.dtype and not isinstance(residual, np.ma.MaskedArray)
+    if not fused or not _is_native(inputs, sizes):
+        h = residual + x
+        return normalize(inputs._replace(x=h), meaning), h
+    axes = len(sizes.layout.reduced)
+    x, x_stride = _rows(inputs.x, axes)
+    residual, residual_stride = _rows(np.asarray(residual), axes)
+    weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
+    y = _contiguous_like(x)
+    h = _contiguous_like(x) if prenorm else None
+    rows, n = sizes.num_groups, sizes.group_size
+    _native.add_forward(
+        _address(x),
+        _address(residual),
+        _address(weight),
+        _address(bias),
+        _address(y),
+        _address(h),
+        0,
+        0.0,
+        0,
+        rows,
+        n,
+        x_stride,
+        residual_stride,
+        n,
+        n,
+        _code(x),
+        _code(x if weight is None else weight),
+        _code(x if bias is None else bias),
+        meaning.center,
+        meaning.rounding == "before_affine",
+        reference.resolve_eps(meaning, x.dtype),
+        meaning.weight_offset,
+    )
+    return y, h
+
+
+def _contiguous_like(x: Array) -> Array:
+    return empty_like(x) if x.flags.c_contiguous else np.empty_like(x, order="C")
+
+
+def _rows(x: Array, axes: int) -> tuple[Array, int]:
+    """The array, or a contiguous copy where its rows are not, and the distance of its rows."""
+    size = x.itemsize
+    if x.flags.aligned and not any(step % size for step in x.strides):
+        found = _route.row_stride(x.shape, [step // size for step in x.strides], axes)
+        if found is not None:
+            return x, found
+    x = np.array(x, order="C")
+    found = _route.row_stride(x.shape, [step // size for step in x.strides], axes)
+    assert found is not None
+    return x, found
 
 
 # --------------------------------------------------------------------------------------------

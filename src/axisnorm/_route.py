@@ -14,7 +14,7 @@ from functools import lru_cache
 from . import _build
 from .scheme import Scheme, Sizes
 
-__all__ = ["DTYPES", "Route", "axes", "channels", "choose", "overlaps_itself", "route"]
+__all__ = ["DTYPES", "Route", "axes", "channels", "choose", "overlaps_itself", "route", "row_stride"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 """The types that are normalized, in the order of csrc/norm.h."""
@@ -147,3 +147,32 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def row_stride(shape: Sequence[int], strides: Sequence[int], axes: int) -> int | None:
+    """The elements between the starts of two rows, of the trailing ``axes``.
+
+    None where the elements of a row are not contiguous or the rows not evenly spaced.
+
+    >>> row_stride((2, 3, 4), (24, 8, 1), 1), row_stride((2, 3, 4), (0, 4, 1), 2)
+    (8, 0)
+    >>> row_stride((2, 3, 4), (0, 4, 1), 1) is None
+    True
+    """
+    inside = len(shape) - axes
+    reach, between, expected = 1, None, None
+    for axis in range(len(shape) - 1, -1, -1):
+        size, stride = shape[axis], strides[axis]
+        if size == 1:
+            continue
+        if axis >= inside:
+            if stride != reach:
+                return None
+            reach *= size
+        else:
+            if between is None:
+                between = stride
+            elif stride != expected:
+                return None
+            expected = stride * size
+    return reach if between is None else between

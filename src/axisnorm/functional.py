@@ -49,6 +49,8 @@ def _no_short_way(*_: Any) -> None:
 _short_layer_norm: Callable[..., Any] = _no_short_way
 _short_rms_norm: Callable[..., Any] = _no_short_way
 _short_channel_norm: Callable[..., Any] = _no_short_way
+_short_add_layer_norm: Callable[..., Any] = _no_short_way
+_short_add_rms_norm: Callable[..., Any] = _no_short_way
 
 
 def normalize(
@@ -224,10 +226,8 @@ def rms_norm(
     plain = weight_offset == 0 and rounding == "once" and mask is None and out is None
     if plain and engine is not _numpy and (engine.is_foreign(x) or x.is_complex()):
         return _own("rms_norm", x, sizes, weight, eps)
-    scheme = (
-        f"{_trailing(engine, x, sizes)}; center=false; eps={'none' if eps is None else repr(eps)}"
-        f"; weight_offset={finite('weight_offset', weight_offset)!r}; rounding={rounding}"
-    )
+    fields = _rms_fields(eps, weight_offset, rounding)
+    scheme = f"{_trailing(engine, x, sizes)}; {fields}"
     return engine.normalize(engine.Inputs(*inputs), scheme, out)
 
 
@@ -443,10 +443,18 @@ def add_layer_norm(
     prenorm: bool = False,
     mask: Array | None = None,
 ) -> Array:
-    """LayerNorm of a residual sum: h = residual + dropout(x), y = layer_norm(h).
+    r"""LayerNorm of a residual sum, in one pass over memory.
+
+    .. math:: h = \text{residual} + \mathrm{dropout}(x), \quad y = \mathrm{layer\_norm}(h)
+
+    h is rounded to the type of x before it is normalized. What dropout drops follows from torch's
+    generator, which one number is drawn from (:func:`torch.manual_seed` reproduces it), and from
+    an element's place, by Philox4x32-10 (Salmon et al. 2011): backward computes it again, and
+    nothing of it is kept. Kept elements are divided by 1 - dropout_p. Compiled functions draw
+    other numbers, as they do for torch's own dropout.
 
     Args:
-        x: of shape (..., *normalized_shape).
+        x: of shape (..., \*normalized_shape).
         residual: of the same shape.
         normalized_shape: the sizes of the trailing axes that share a mean.
         weight: of shape normalized_shape.
@@ -457,12 +465,31 @@ def add_layer_norm(
         prenorm: return (y, h).
         mask: see :func:`normalize`.
 
+    Raises:
+        ArgumentError: the shapes differ, or do not end in normalized_shape. No random number has
+            been drawn then.
+
     >>> add_layer_norm(np.array([1.0, 2.0]), np.array([1.0, 4.0]), 2).round(4).tolist()
     [-1.0, 1.0]
     """
-    h = _residual_sum(x, residual, normalized_shape, dropout_p, training)
-    y = layer_norm(h, normalized_shape, weight, bias, eps, mask=mask)
-    return (y, h) if prenorm else y
+    if mask is None:
+        found = _short_add_layer_norm(
+            x, residual, normalized_shape, weight, bias, eps, dropout_p, training, prenorm
+        )
+        if found is not None:
+            return found
+    inputs = (x, residual, weight, bias, mask)
+    if _engine(*inputs) is None:
+        return _handle(
+            add_layer_norm, inputs, x, residual, normalized_shape, weight, bias, eps,
+            dropout_p=dropout_p, training=training, prenorm=prenorm, mask=mask,
+        )  # fmt: skip
+    eps = finite("eps", eps)
+
+    def norm(h: Array) -> Array:
+        return layer_norm(h, normalized_shape, weight, bias, eps, mask=mask)
+
+    return _add_norm(inputs, norm, normalized_shape, f"eps={eps!r}", dropout_p, training, prenorm)
 
 
 def add_rms_norm(
@@ -479,10 +506,14 @@ def add_rms_norm(
     prenorm: bool = False,
     mask: Array | None = None,
 ) -> Array:
-    """RMSNorm of a residual sum: h = residual + dropout(x), y = rms_norm(h).
+    r"""RMSNorm of a residual sum, in one pass over memory.
+
+    .. math:: h = \text{residual} + \mathrm{dropout}(x), \quad y = \mathrm{rms\_norm}(h)
+
+    with h and dropout as in :func:`add_layer_norm`.
 
     Args:
-        x: of shape (..., *normalized_shape).
+        x: of shape (..., \*normalized_shape).
         residual: of the same shape.
         normalized_shape: the sizes of the trailing axes that share a root mean square.
         weight: of shape normalized_shape.
@@ -494,14 +525,35 @@ def add_rms_norm(
         prenorm: return (y, h).
         mask: see :func:`normalize`.
 
+    Raises:
+        ArgumentError: as :func:`add_layer_norm`.
+
     >>> add_rms_norm(np.array([1.0, 2.0]), np.array([2.0, 2.0]), 2).round(4).tolist()
     [0.8485, 1.1314]
     """
-    h = _residual_sum(x, residual, normalized_shape, dropout_p, training)
-    y = rms_norm(
-        h, normalized_shape, weight, eps, weight_offset=weight_offset, rounding=rounding, mask=mask
-    )
-    return (y, h) if prenorm else y
+    if mask is None:
+        found = _short_add_rms_norm(
+            x, residual, normalized_shape, weight, eps, weight_offset, rounding, dropout_p,
+            training, prenorm,
+        )  # fmt: skip
+        if found is not None:
+            return found
+    inputs = (x, residual, weight, None, mask)
+    if _engine(*inputs) is None:
+        return _handle(
+            add_rms_norm, inputs, x, residual, normalized_shape, weight, eps,
+            weight_offset=weight_offset, rounding=rounding, dropout_p=dropout_p, training=training,
+            prenorm=prenorm, mask=mask,
+        )  # fmt: skip
+
+    def norm(h: Array) -> Array:
+        return rms_norm(
+            h, normalized_shape, weight, eps, weight_offset=weight_offset, rounding=rounding,
+            mask=mask,
+        )  # fmt: skip
+
+    fields = _rms_fields(eps, weight_offset, rounding)
+    return _add_norm(inputs, norm, normalized_shape, fields, dropout_p, training, prenorm)
 
 
 def empty_cache() -> None:
@@ -520,9 +572,22 @@ def empty_cache() -> None:
 # --------------------------------------------------------------------------------------------
 
 
-def _residual_sum(
-    x: Array, residual: Array, normalized_shape: Any, dropout_p: float, training: bool
+def _add_norm(
+    inputs: tuple[Array, ...],
+    norm: Callable[[Array], Array],
+    normalized_shape: Any,
+    fields: str,
+    dropout_p: float,
+    training: bool,
+    prenorm: bool,
 ) -> Array:
+    """The norm of a sum by one engine, or in two steps: by torch, then by ``norm``.
+
+    Args:
+        inputs: x, residual, weight, bias and mask.
+        fields: those of the norm's scheme.
+    """
+    x, residual, weight, bias, mask = inputs
     engine = _engine(x) or _torch_engine
     if (_engine(residual) or _torch_engine) is not engine:
         raise DtypeError(
@@ -533,20 +598,41 @@ def _residual_sum(
             f"x and residual have one shape. {tuple(x.shape)} and {tuple(residual.shape)} came. "
             "Expand one of them first."
         )
-    _trailing(engine, x, checked_shape(normalized_shape))  # before a random number is drawn
+    scheme = f"{_trailing(engine, x, checked_shape(normalized_shape))}; {fields}"
     dropout_p = finite("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ArgumentError(
             f"dropout_p is a probability in [0, 1). {dropout_p!r} came. Give such a number."
         )
-    if not (training and dropout_p):
-        return residual + x
-    if isinstance(x, np.ndarray):
-        raise ArgumentError(
-            "Dropout draws from torch's generator, which NumPy arrays have not. "
-            f"dropout_p={dropout_p} came in training. Drop elements of x before the call."
-        )
-    return residual + sys.modules["torch"].nn.functional.dropout(x, dropout_p)
+    dropped = dropout_p if training else 0.0
+    y: Array
+    h: Array
+    if engine is _numpy:
+        if dropped:
+            raise ArgumentError(
+                "Dropout draws from torch's generator, which NumPy arrays have not. "
+                f"dropout_p={dropout_p} came in training. Drop elements of x before the call."
+            )
+        if mask is None:
+            y, h = _numpy.add_normalize(x, residual, weight, bias, scheme, prenorm)
+            return (y, h) if prenorm else y
+    elif mask is None and _torch_sum.is_fused(x, residual):
+        y, h = _torch_sum.normalize(x, residual, weight, bias, scheme, dropped, prenorm)
+        return (y, h) if prenorm else y
+    if dropped:
+        _torch_sum.check_steps(x, residual, (weight, bias, mask), scheme)
+        x = sys.modules["torch"].nn.functional.dropout(x, dropped)
+    h = residual + x
+    y = norm(h)
+    return (y, h) if prenorm else y
+
+
+def _rms_fields(eps: float | None, weight_offset: float, rounding: str) -> str:
+    """The fields of an RMSNorm's scheme."""
+    return (
+        f"center=false; eps={'none' if eps is None else repr(finite('eps', eps))}"
+        f"; weight_offset={finite('weight_offset', weight_offset)!r}; rounding={rounding}"
+    )
 
 
 def _trailing(engine: Any, x: Array, sizes: tuple[int, ...]) -> str:
@@ -572,17 +658,23 @@ def _channels(axes: str, batch: bool, momentum: float, eps: float) -> str:
 
 
 _torch_engine: Any = None
+_torch_sum: Any = None
+"""The engine for norms of a sum."""
 
 
 def _load_torch() -> Any:
     """Load the torch engine, once torch itself is loaded."""
     global _torch_engine, _short_layer_norm, _short_rms_norm, _short_channel_norm
+    global _torch_sum, _short_add_layer_norm, _short_add_rms_norm
     if _torch_engine is None and "torch" in sys.modules:
-        from . import _torch
+        from . import _torch, _torch_residual
 
         _short_layer_norm = _torch.short_layer_norm
         _short_rms_norm = _torch.short_rms_norm
         _short_channel_norm = _torch.short_channel_norm
+        _short_add_layer_norm = _torch_residual.short_add_layer_norm
+        _short_add_rms_norm = _torch_residual.short_add_rms_norm
+        _torch_sum = _torch_residual
         _torch_engine = _torch
     return _torch_engine
 

@@ -15,7 +15,18 @@ import numpy as np
 
 from .scheme import Scheme, Sizes
 
-__all__ = ["Inputs", "Moments", "backward", "forward", "moments", "resolve_eps", "updated_running"]
+__all__ = [
+    "Inputs",
+    "Moments",
+    "backward",
+    "dropout",
+    "forward",
+    "moments",
+    "philox",
+    "residual_sum",
+    "resolve_eps",
+    "updated_running",
+]
 
 Array = Any
 """A numpy.ndarray or a torch.Tensor."""
@@ -173,6 +184,67 @@ def resolve_eps(scheme: Scheme, dtype: Any) -> float:
         return scheme.eps
     name = str(dtype).removeprefix("torch.")
     return float(np.finfo(name if name in ("float64", "longdouble", "float128") else "float32").eps)
+
+
+def residual_sum(
+    x: Array, residual: Array, scheme: Scheme, seed: Array | None = None, dropout_p: float = 0.0
+) -> Array:
+    """h = residual + dropout(x), rounded once to the type of x; nothing is dropped without a seed.
+
+    >>> x, residual = np.array([[1.0, 2.0, 4.0, 1.0]]), np.ones((1, 4))
+    >>> residual_sum(x, residual, Scheme.layer_norm()).tolist()
+    [[2.0, 3.0, 5.0, 2.0]]
+    """
+    kind = _compute_type(x)
+    added = _cast(x, kind) if seed is None else dropout(x, scheme, seed, dropout_p)
+    return _cast(_cast(residual, kind) + added, x.dtype)
+
+
+def dropout(x: Array, scheme: Scheme, seed: Array, dropout_p: float) -> Array:
+    """x / (1 - p) where an element is kept and 0 elsewhere, in the compute type.
+
+    The element in column c of row r (the r-th group of the scheme, whose axes are the trailing
+    ones) is dropped where its 32 random bits are below p 2^32: word c // 16 % 4 of Philox with the
+    counter (c // 64 * 16 + c % 16, r) and the seed as key.
+
+    >>> x = np.ones((1, 8), np.float32)
+    >>> dropout(x, Scheme.layer_norm(), np.int64(0), 0.5).tolist()
+    [[0.0, 2.0, 0.0, 2.0, 2.0, 0.0, 2.0, 2.0]]
+    """
+    xp = _namespace(x)
+    sizes = scheme.layout(len(x.shape)).sizes(tuple(x.shape))
+    place = {} if xp is np else {"device": x.device}
+    row = xp.arange(sizes.num_groups, dtype=xp.int64, **place).reshape(-1, 1)
+    column = xp.arange(sizes.group_size, dtype=xp.int64, **place)
+    number = column // 64 * 16 + column % 16
+    seed = xp.asarray(seed)
+    words = philox((number, number >> 32, row, row >> 32), (seed, seed >> 32))
+    bits = words[0]
+    for k in (1, 2, 3):
+        bits = xp.where(column // 16 % 4 == k, words[k], bits)
+    kept = (bits >= min(int(dropout_p * 2**32 + 0.5), 2**32 - 1)).reshape(tuple(x.shape))
+    return xp.where(kept, _cast(x, _compute_type(x)) * (1 / (1 - dropout_p)), 0.0)
+
+
+def philox(counter: tuple[Array, ...], key: tuple[Array, Array]) -> tuple[Array, ...]:
+    """Philox4x32-10: four random words of 32 bits for a counter of four and a key of two.
+
+    Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". Words are
+    the lower halves of int64 arrays.
+
+    >>> [hex(word.item()) for word in philox((np.array([0]),) * 4, (np.array([0]),) * 2)]
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    half = 0xFFFFFFFF
+    c0, c1, c2, c3 = (word & half for word in counter)
+    k0, k1 = (word & half for word in key)
+    for _ in range(10):
+        # Products of 64 bits in signed integers: they wrap, and the shift's sign is masked away.
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (second >> 32) & half ^ c1 ^ k0, second & half
+        c2, c3 = (first >> 32) & half ^ c3 ^ k1, first & half
+        k0, k1 = (k0 + 0x9E3779B9) & half, (k1 + 0xBB67AE85) & half
+    return c0, c1, c2, c3
 
 
 class _Work:
@@ -400,6 +472,12 @@ def _sum(values: Array, dimensions: tuple[int, ...]) -> Array:
 
 def _namespace(x: Array) -> Any:
     return np if isinstance(x, np.ndarray) else sys.modules["torch"]
+
+
+def _compute_type(x: Array) -> Any:
+    """float32 for half types."""
+    xp = _namespace(x)
+    return xp.float32 if x.dtype.itemsize < 4 else x.dtype
 
 
 def _cast(values: Array, dtype: Any) -> Array:

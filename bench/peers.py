@@ -1,0 +1,450 @@
+"""Times axisnorm against other libraries' norms, forward in float32, and writes one JSON.
+
+The peers are onnxruntime, jax.jit, numba and torch.compile, those of them that are installed. As in
+run.py all run in one process in interleaved rounds of blocks of about 20 ms; a ratio is the median
+over the rounds of the peer's time / axisnorm's within a round: above 1 axisnorm is faster. Results
+are compared with axisnorm's before anything is timed.
+
+    python bench/peers.py                     # all, to bench/results/<cpu>-peers.json
+    python bench/peers.py --only rms_norm --peers numba,jax --rounds 5 --out /tmp/x.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from run import BLOCK, block, machine, others_cpu
+from torch import Tensor
+
+import axisnorm
+
+RESULTS = Path(__file__).parent / "results"
+SHAPES = ((8, 768), (128, 768), (4096, 768), (8192, 1024), (16384, 4096))
+EPS = 1e-5
+TOLERANCE = 1e-4
+# onnxruntime's threads spin on after a call, for longer than a block of a small shape's calls
+# would notice and long enough to double the time of whoever comes next; libgomp's and XLA's do so
+# for less time. With the pause after every block, each peer finds the cores free.
+PAUSE = 0.03  # seconds
+
+Call = Callable[[], Any]
+Calls = dict[str, Call]
+"""Variants of one peer; the fastest is raced."""
+
+INPUTS = {
+    "layer_norm": ("x", "weight", "bias"),
+    "rms_norm": ("x", "weight"),
+    "add_layer_norm": ("x", "residual", "weight", "bias"),
+}
+
+
+def inputs(op: str, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """Standard normal values, by name, in the order of the operation's arguments."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"x": shape, "residual": shape}
+    return {
+        name: torch.randn(sizes.get(name, shape[1:]), generator=generator) for name in INPUTS[op]
+    }
+
+
+def own(op: str, given: dict[str, Tensor]) -> Call:
+    x, *others = given.values()
+    shape = x.shape[-1:]
+    if op == "add_layer_norm":
+        # The peers return the sum too.
+        residual, *others = others
+        return partial(axisnorm.add_layer_norm, x, residual, shape, *others, EPS, prenorm=True)
+    return partial(getattr(axisnorm, op), x, shape, *others, EPS)
+
+
+def compiled(op: str, given: dict[str, Tensor]) -> Calls:
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+    def add_layer_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        h = residual + x
+        return F.layer_norm(h, x.shape[-1:], weight, bias, EPS), h
+
+    # Inductor's pool of compiling processes would be other processes' load in the first rounds.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Otherwise each shape adds an entry to the guards that every later call goes through.
+    torch.compiler.reset()
+    functions = {"layer_norm": layer_norm, "rms_norm": rms_norm, "add_layer_norm": add_layer_norm}
+    return {"default": partial(torch.compile(functions[op], dynamic=False), *given.values())}
+
+
+def jax_jit(op: str, given: dict[str, Tensor]) -> Calls:
+    # XLA's name for the number of threads of its pool, which is read when the client starts.
+    os.environ.setdefault("NPROC", str(torch.get_num_threads()))
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax: Any = importlib.import_module("jax")
+
+    def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
+        centred = x - x.mean(-1, keepdims=True)
+        variance = (centred * centred).mean(-1, keepdims=True)
+        return centred * jax.lax.rsqrt(variance + EPS) * weight + bias
+
+    def rms_norm(x: Any, weight: Any) -> Any:
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+
+    def add_layer_norm(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
+        h = residual + x
+        return layer_norm(h, weight, bias), h
+
+    functions = {"layer_norm": layer_norm, "rms_norm": rms_norm, "add_layer_norm": add_layer_norm}
+    function = jax.jit(functions[op])
+    arrays = [jax.device_put(t.numpy()) for t in given.values()]
+
+    def call() -> Any:
+        return function(*arrays).block_until_ready()
+
+    def call_pair() -> Any:
+        # jax.block_until_ready walks a tree of Python objects; the methods cost next to nothing.
+        y, h = function(*arrays)
+        return y.block_until_ready(), h.block_until_ready()
+
+    return {"default": call_pair if op == "add_layer_norm" else call}
+
+
+@cache
+def _numba_functions() -> dict[tuple[str, str], Call]:
+    """By operation and variant; one for all shapes, as compiling takes seconds."""
+    numba: Any = importlib.import_module("numba")
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    prange, one, zero = numba.prange, np.float32(1), np.float32(0)
+
+    def layer_norm(x: Any, weight: Any, bias: Any, eps: Any) -> Any:
+        rows, n = x.shape
+        y = np.empty_like(x)
+        scale = np.float32(1 / n)
+        for i in prange(rows):
+            total = zero
+            for j in range(n):
+                total += x[i, j]
+            mean = total * scale
+            squares = zero
+            for j in range(n):
+                centred = x[i, j] - mean
+                squares += centred * centred
+            rstd = one / np.sqrt(squares * scale + eps)
+            for j in range(n):
+                y[i, j] = (x[i, j] - mean) * rstd * weight[j] + bias[j]
+        return y
+
+    def rms_norm(x: Any, weight: Any, eps: Any) -> Any:
+        rows, n = x.shape
+        y = np.empty_like(x)
+        scale = np.float32(1 / n)
+        for i in prange(rows):
+            squares = zero
+            for j in range(n):
+                squares += x[i, j] * x[i, j]
+            rstd = one / np.sqrt(squares * scale + eps)
+            for j in range(n):
+                y[i, j] = x[i, j] * rstd * weight[j]
+        return y
+
+    def add_layer_norm(x: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> Any:
+        rows, n = x.shape
+        y = np.empty_like(x)
+        h = np.empty_like(x)
+        scale = np.float32(1 / n)
+        for i in prange(rows):
+            total = zero
+            for j in range(n):
+                added = residual[i, j] + x[i, j]
+                h[i, j] = added
+                total += added
+            mean = total * scale
+            squares = zero
+            for j in range(n):
+                centred = h[i, j] - mean
+                squares += centred * centred
+            rstd = one / np.sqrt(squares * scale + eps)
+            for j in range(n):
+                y[i, j] = (h[i, j] - mean) * rstd * weight[j] + bias[j]
+        return y, h
+
+    # Starting the threads costs more than eight rows, so numba may do without (prange is range
+    # then), as the others do.
+    return {
+        (function.__name__, variant): numba.njit(fastmath=True, parallel=variant == "parallel")(
+            function
+        )
+        for function in (layer_norm, rms_norm, add_layer_norm)
+        for variant in ("parallel", "serial")
+    }
+
+
+def numba_jit(op: str, given: dict[str, Tensor]) -> Calls:
+    arrays = [t.numpy() for t in given.values()]
+    return {
+        variant: partial(function, *arrays, np.float32(EPS))
+        for (name, variant), function in _numba_functions().items()
+        if name == op
+    }
+
+
+ONNX_NODES = {
+    "layer_norm": (("LayerNormalization", "", 17),),
+    # The second is the first's name before opset 23. An onnxruntime without a kernel for the first
+    # either refuses it or computes it by parts. Both names are registered in ONNX's own domain.
+    "rms_norm": (("RMSNormalization", "", 23), ("SimplifiedLayerNormalization", "", 17)),
+    "add_layer_norm": (("SkipLayerNormalization", "com.microsoft", 17),),
+}
+
+
+def _onnx_model(node_type: str, domain: str, opset: int, given: dict[str, Tensor]) -> bytes:
+    """One node; weight and bias are constants, as in an exported model."""
+    helper: Any = importlib.import_module("onnx.helper")
+    numpy_helper: Any = importlib.import_module("onnx.numpy_helper")
+    kind = importlib.import_module("onnx").TensorProto.FLOAT
+    shape = list(given["x"].shape)
+    # Between y and h stand the mean and the deviation, which nobody asks for.
+    outputs = ["y", "", "", "h"] if "residual" in given else ["y"]
+    node = helper.make_node(node_type, list(given), outputs, domain=domain, epsilon=EPS)
+    graph = helper.make_graph(
+        [node],
+        node_type,
+        [helper.make_tensor_value_info(k, kind, shape) for k in ("x", "residual") if k in given],
+        [helper.make_tensor_value_info(k, kind, shape) for k in outputs if k],
+        [numpy_helper.from_array(given[k].numpy(), k) for k in ("weight", "bias") if k in given],
+    )
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    # The newest onnx writes a format that an older onnxruntime does not read.
+    oldest = helper.find_min_ir_version_for(opsets, ignore_unknown=True)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=oldest)
+    return bytes(model.SerializeToString())
+
+
+def onnxruntime(op: str, given: dict[str, Tensor]) -> Calls:
+    runtime: Any = importlib.import_module("onnxruntime")
+    errors = importlib.import_module("onnxruntime.capi.onnxruntime_pybind11_state")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 4  # a refused model is caught below
+
+    def variant(model: bytes) -> Call:
+        session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        binding = session.io_binding()
+        for wanted in session.get_inputs():
+            value = runtime.OrtValue.ortvalue_from_numpy(given[wanted.name].numpy())
+            binding.bind_ortvalue_input(wanted.name, value)
+        outputs = []
+        for wanted in session.get_outputs():
+            y = np.empty(given["x"].shape, np.float32)
+            binding.bind_output(wanted.name, "cpu", 0, np.float32, y.shape, y.ctypes.data)
+            outputs.append(y)
+
+        result = outputs if len(outputs) > 1 else outputs[0]
+
+        def call() -> Any:
+            session.run_with_iobinding(binding)
+            return result
+
+        return call
+
+    calls: Calls = {}
+    refusals = []
+    for node_type, domain, opset in ONNX_NODES[op]:
+        try:
+            calls[node_type] = variant(_onnx_model(node_type, domain, opset, given))
+        except (errors.Fail, errors.InvalidGraph, errors.NotImplemented) as refused:
+            refusals.append(refused)
+    if not calls:
+        raise refusals[0]
+    return calls
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library: what has to be installed, and the calls of an operation."""
+
+    name: str
+    distributions: tuple[str, ...]
+    calls: Callable[[str, dict[str, Tensor]], Calls]
+
+    def installed(self) -> bool:
+        return all(importlib.util.find_spec(name) for name in self.distributions)
+
+    def versions(self) -> dict[str, str]:
+        return {name: version(name) for name in self.distributions}
+
+
+PEERS = (
+    Peer("onnxruntime", ("onnxruntime", "onnx"), onnxruntime),
+    Peer("jax", ("jax", "jaxlib"), jax_jit),
+    Peer("numba", ("numba",), numba_jit),
+    Peer("torch.compile", ("torch",), compiled),
+)
+
+
+def difference(actual: Any, expected: Any) -> float:
+    """The largest of all outputs; NaN where one has a NaN."""
+    if isinstance(expected, Tensor):
+        actual, expected = (actual,), (expected,)
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(e)).max())
+        for a, e in zip(actual, expected, strict=True)
+    )
+
+
+def timed(call: Call, count: int) -> float:
+    """Seconds of a call in a block, and a pause.
+
+    The first call is not counted: it wakes the threads that have slept in the pause before.
+    """
+    call()
+    seconds = block(call, count)
+    time.sleep(PAUSE)
+    return seconds
+
+
+def count_for(call: Call) -> int:
+    """The number of calls in a block."""
+    call()
+    return max(1, int(BLOCK / max(timed(call, 3), 1e-7)))
+
+
+def fastest(variants: Calls) -> str:
+    if len(variants) == 1:
+        return next(iter(variants))
+    counts = {name: count_for(call) for name, call in variants.items()}
+    return min(variants, key=lambda name: min(timed(variants[name], counts[name]) for _ in "123"))
+
+
+def race(calls: Calls, rounds: int) -> tuple[dict[str, float], dict[str, float], int]:
+    """Median seconds of each, median ratios peer / axisnorm, and the rounds thrown away."""
+    counts = {name: count_for(call) for name, call in calls.items()}
+    kept: list[dict[str, float]] = []
+    noisy: list[dict[str, float]] = []
+    while len(kept) < rounds and len(noisy) < 3 * rounds:
+        before, start = others_cpu(), time.perf_counter()
+        times = {name: timed(call, counts[name]) for name, call in calls.items()}
+        disturbed = others_cpu() - before > 0.02 + 0.04 * (time.perf_counter() - start)
+        (noisy if disturbed else kept).append(times)
+    used = kept if len(kept) >= 3 else kept + noisy
+    medians = {name: statistics.median(t[name] for t in used) for name in calls}
+    ratios = {
+        name: statistics.median(t[name] / t["axisnorm"] for t in used)
+        for name in calls
+        if name != "axisnorm"
+    }
+    return medians, ratios, len(noisy)
+
+
+def compete(op: str, shape: tuple[int, int], peers: list[Peer], rounds: int) -> dict[str, Any]:
+    """One cell: its row in the JSON."""
+    given = inputs(op, shape)
+    calls = {"axisnorm": own(op, given)}
+    chosen = {}
+    expected = calls["axisnorm"]()
+    for peer in peers:
+        variants = peer.calls(op, given)
+        for name, call in variants.items():
+            worst = difference(call(), expected)
+            if not worst < TOLERANCE:
+                raise SystemExit(f"{peer.name} ({name}), {op} on {shape}: differs by {worst:.1e}")
+        chosen[peer.name] = fastest(variants)
+        calls[peer.name] = variants[chosen[peer.name]]
+    # What axisnorm's next outputs may reuse.
+    del expected
+    seconds, ratios, noisy = race(calls, rounds)
+    return {
+        "op": op,
+        "dtype": "float32",
+        "shape": list(shape),
+        "axisnorm_us": round(seconds["axisnorm"] * 1e6, 2),
+        "peers": {
+            name: {
+                "us": round(seconds[name] * 1e6, 2),
+                "ratio": round(ratio, 3),
+                "variant": chosen[name],
+            }
+            for name, ratio in ratios.items()
+        },
+        "noisy_rounds": noisy,
+    }
+
+
+def chosen_peers(text: str, parser: argparse.ArgumentParser) -> list[Peer]:
+    known = [peer.name for peer in PEERS]
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"no peer {', '.join(unknown)}: there are {', '.join(known)}")
+    return [peer for peer in PEERS if peer.name in names]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="operations whose name contains this")
+    parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    wanted = chosen_peers(options.peers, parser)
+    ops = [op for op in INPUTS if options.only in op]
+    if not ops:
+        parser.error(f"no operation {options.only}: there are {', '.join(INPUTS)}")
+    peers = [peer for peer in wanted if peer.installed()]
+    missing = [peer.name for peer in wanted if peer not in peers]
+    if not peers:
+        print(f"not installed: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    console = Console()
+    for name in missing:
+        console.print(f"{name}: not installed")
+    info = machine()
+    info["peers"] = {peer.name: peer.versions() for peer in peers}
+    table = Table("operation", "shape", "axisnorm us")
+    for peer in peers:
+        table.add_column(f"{peer.name} us (ratio)", justify="right")
+    results = []
+    with torch.no_grad():
+        for op in ops:
+            for shape in SHAPES:
+                row = compete(op, shape, peers, options.rounds)
+                results.append(row)
+                table.add_row(
+                    op, "x".join(map(str, shape)), f"{row['axisnorm_us']:.1f}",
+                    *(f"{r['us']:.1f} ({r['ratio']:.2f})" for r in row["peers"].values()),
+                )  # fmt: skip
+    console.print(table)
+    if options.out is None:
+        words = re.sub(r"\W+", "-", info["cpu"].lower()).strip("-")
+        options.out = RESULTS / f"{words}-peers.json"
+    options.out.parent.mkdir(exist_ok=True, parents=True)
+    options.out.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
+    console.print(f"written to {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
