@@ -173,30 +173,41 @@ template <class T> struct OfLanes {
     if (!center) return;
     if (task.mask) shift_masked(at, u);
     else shift(at, u);
-    for (int64_t j = 0; nest.fold > 1 && j < u.lanes; j += nest.fold) {
-      const C k = u.k[j];
-      double near = 0;
-      for (int64_t i = j; i < j + nest.fold; i++) near += (double)(u.k[i] - k);
-      for (int64_t i = j; i < j + nest.fold; i++) u.k[i] = k + (C)(near / (double)nest.fold);
+    share_in_group(u.k, u.lanes);
+  }
+
+  // The lanes of a group take the mean of what they have, exactly that if it is the same.
+  void share_in_group(C *values, int64_t lanes) const {
+    for (int64_t j = 0; nest.fold > 1 && j < lanes; j += nest.fold) {
+      const C first = values[j];
+      double more = 0;
+      for (int64_t i = j; i < j + nest.fold; i++) more += (double)(values[i] - first);
+      const C mean = first + (C)(more / (double)nest.fold);
+      for (int64_t i = j; i < j + nest.fold; i++) values[i] = mean;
     }
   }
 
-  // k: the mean of some steps all over the group, exactly their common value if they are equal.
-  NOINLINE void shift(const Place &at, Unit &u) const {
+  // k: a shift that lies near the mean of x.
+  void shift(const Place &at, Unit &u) const {
+    sample(at, u, u.k, [&](const Place &p, int64_t j, int64_t tail) __attribute__((always_inline)) {
+      return tail ? load(x(p) + j, tail) : load(x(p) + j);
+    });
+  }
+  // The mean of some steps all over the group, exactly their common value if they are equal.
+  template <class Value>
+  NOINLINE void sample(const Place &at, const Unit &u, C *out, const Value &value) const {
     const int64_t steps = nest.applied.count, samples = smaller(SAMPLES, steps);
-    const T *sample[SAMPLES];
+    Place place[SAMPLES];
     for (int64_t s = 0; s < samples; s++) {
-      Place p = at;
-      seek(p, nest.applied.loop, nest.applied.loops, s * steps / samples);
-      sample[s] = x(p);
+      place[s] = at;
+      seek(place[s], nest.applied.loop, nest.applied.loops, s * steps / samples);
     }
     const C part = (C)1 / (C)samples;
     const auto mean = [&](int64_t j, int64_t tail) __attribute__((always_inline)) {
-      const V x0 = tail ? load(sample[0] + j, tail) : load(sample[0] + j);
-      V s = {};
-      for (int64_t i = 1; i < samples; i++)
-        s += (tail ? load(sample[i] + j, tail) : load(sample[i] + j)) - x0;
-      store(u.k + j, x0 + s * part);
+      const V first = value(place[0], j, tail);
+      V more = {};
+      for (int64_t s = 1; s < samples; s++) more += value(place[s], j, tail) - first;
+      store(out + j, first + more * part);
     };
     int64_t j = 0;
     for (; j + W <= u.lanes; j += W) mean(j, 0);
@@ -382,12 +393,14 @@ template <class T> struct OfLanes {
     u.repair = take_out_unsafe(u);
     if (task.mask) return;
     // The sums are of grad - first, or where weights change along the steps of grad * weight - first.
-    if (nest.per_element)
-      for (int64_t j = 0; j < u.lanes; j++)
-        u.first[j] = (C)get(grad(at) + j) * (nest.mixed ? weight[at.at[AFFINE] + j] : (C)1);
-    else
-      for (int64_t j = 0; j < u.lanes; j++)
-        u.first[j] = (C)get(grad(at) + j / nest.fold * nest.fold) * weight[at.at[AFFINE]];
+    const bool own = nest.per_element && !nest.mixed;
+    sample(at, u, u.first, [&](const Place &p, int64_t j, int64_t tail)
+                               __attribute__((always_inline)) {
+      const V g = tail ? load(grad(p) + j, tail) : load(grad(p) + j);
+      const C *w = weight + p.at[AFFINE];
+      return own ? g : g * (nest.mixed ? parameter<true>(w, j, tail) : broadcast(*w));
+    });
+    if (!own) share_in_group(u.first, u.lanes);
   }
 
   double *unit_sums(int64_t unit) const {  // PerElement: of grad * xhat, then of grad
