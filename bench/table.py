@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-SIZES = {"S": "1-8 rows", "M": "128-4096 rows", "L": "16 MB and more"}
+SIZES = {"S": "small", "M": "medium", "L": "large"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -20,12 +20,17 @@ def table(path: Path) -> str:
     for op in dict.fromkeys(r["op"] for r in results):
         for dtype in DTYPES:
             cells = []
+            if not any((r["op"], r["dtype"]) == (op, dtype) for r in results):
+                continue
             for size in SIZES:
                 ratios = [
                     r["ratio"]
                     for r in results
                     if (r["op"], r["dtype"], r["size"]) == (op, dtype, size)
                 ]
+                if not ratios:
+                    cells.append("")
+                    continue
                 low, high = f"{min(ratios):.2g}", f"{max(ratios):.2g}"
                 cells.append(f"{low}" if low == high else f"{low} - {high}")
             rows.append(f"| {op} {dtype} | " + " | ".join(cells) + " |")

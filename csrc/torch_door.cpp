@@ -814,9 +814,9 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   if (training) job.dropout_p = p;
 
   PyObject *y = like(args[X], x.size, x.dtype, job.y), *h = nullptr, *stats = nullptr;
-  bool fine = y;
-  if (fine && (gradient || prenorm)) fine = h = like(args[X], x.size, x.dtype, job.h);
-  if (fine && gradient) fine = stats = new_stats(job);
+  bool fine = y != nullptr;
+  if (fine && (gradient || prenorm)) fine = (h = like(args[X], x.size, x.dtype, job.h)) != nullptr;
+  if (fine && gradient) fine = (stats = new_stats(job)) != nullptr;
   if (fine && job.dropout_p > 0) fine = draw_seed(job.seed);
   fine = fine && run(axisnorm::forward, job);
   PyObject *result = nullptr;
