@@ -41,9 +41,8 @@ RESULTS = Path(__file__).parent / "results"
 SHAPES = ((8, 768), (128, 768), (4096, 768), (8192, 1024), (16384, 4096))
 EPS = 1e-5
 TOLERANCE = 1e-4
-# onnxruntime's threads spin on after a call, for longer than a block of a small shape's calls
-# would notice and long enough to double the time of whoever comes next; libgomp's and XLA's do so
-# for less time. With the pause after every block, each peer finds the cores free.
+# Worker threads spin on after a call, onnxruntime's longest: enough to double the time of whoever
+# comes next with threads of its own. The pause lets them fall asleep.
 PAUSE = 0.03  # seconds
 
 Call = Callable[[], Any]
@@ -67,13 +66,14 @@ def inputs(op: str, shape: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def own(op: str, given: dict[str, Tensor]) -> Call:
+    function: Any = getattr(axisnorm, op)
     x, *others = given.values()
     shape = x.shape[-1:]
     if op == "add_layer_norm":
         # The peers return the sum too.
         residual, *others = others
-        return partial(axisnorm.add_layer_norm, x, residual, shape, *others, EPS, prenorm=True)
-    return partial(getattr(axisnorm, op), x, shape, *others, EPS)
+        return partial(function, x, residual, shape, *others, EPS, prenorm=True)
+    return partial(function, x, shape, *others, EPS)
 
 
 def compiled(op: str, given: dict[str, Tensor]) -> Calls:
@@ -93,7 +93,11 @@ def compiled(op: str, given: dict[str, Tensor]) -> Calls:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Otherwise each shape adds an entry to the guards that every later call goes through.
     torch.compiler.reset()
-    functions = {"layer_norm": layer_norm, "rms_norm": rms_norm, "add_layer_norm": add_layer_norm}
+    functions: dict[str, Any] = {
+        "layer_norm": layer_norm,
+        "rms_norm": rms_norm,
+        "add_layer_norm": add_layer_norm,
+    }
     return {"default": partial(torch.compile(functions[op], dynamic=False), *given.values())}
 
 
@@ -131,7 +135,7 @@ def jax_jit(op: str, given: dict[str, Tensor]) -> Calls:
 
 
 @cache
-def _numba_functions() -> dict[tuple[str, str], Call]:
+def _numba_functions() -> dict[tuple[str, str], Callable[..., Any]]:
     """By operation and variant; one for all shapes, as compiling takes seconds."""
     numba: Any = importlib.import_module("numba")
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
@@ -287,6 +291,8 @@ class Peer:
     name: str
     distributions: tuple[str, ...]
     calls: Callable[[str, dict[str, Tensor]], Calls]
+    threads: str
+    """Whose they are. axisnorm, torch, and numba after torch, share one libgomp."""
 
     def installed(self) -> bool:
         return all(importlib.util.find_spec(name) for name in self.distributions)
@@ -295,11 +301,12 @@ class Peer:
         return {name: version(name) for name in self.distributions}
 
 
+# Those with the same threads stand together, axisnorm's first, for as few pauses as possible.
 PEERS = (
-    Peer("onnxruntime", ("onnxruntime", "onnx"), onnxruntime),
-    Peer("jax", ("jax", "jaxlib"), jax_jit),
-    Peer("numba", ("numba",), numba_jit),
-    Peer("torch.compile", ("torch",), compiled),
+    Peer("numba", ("numba",), numba_jit, "libgomp"),
+    Peer("torch.compile", ("torch",), compiled, "libgomp"),
+    Peer("onnxruntime", ("onnxruntime", "onnx"), onnxruntime, "onnxruntime"),
+    Peer("jax", ("jax", "jaxlib"), jax_jit, "XLA"),
 )
 
 
@@ -313,45 +320,66 @@ def difference(actual: Any, expected: Any) -> float:
     )
 
 
-def timed(call: Call, count: int) -> float:
-    """Seconds of a call in a block, and a pause.
+@dataclass(frozen=True)
+class Contestant:
+    call: Call
+    threads: str
 
-    The first call is not counted: it wakes the threads that have slept in the pause before.
-    """
-    call()
-    seconds = block(call, count)
-    time.sleep(PAUSE)
-    return seconds
+    def timed(self, count: int) -> float:
+        """Seconds of a call in a block. The call before it wakes threads that have slept."""
+        self.call()
+        return block(self.call, count)
 
-
-def count_for(call: Call) -> int:
-    """The number of calls in a block."""
-    call()
-    return max(1, int(BLOCK / max(timed(call, 3), 1e-7)))
+    def count(self) -> int:
+        """The number of calls in a block."""
+        return max(1, int(BLOCK / max(self.timed(3), 1e-7)))
 
 
-def fastest(variants: Calls) -> str:
+def fastest(variants: Calls, threads: str) -> str:
     if len(variants) == 1:
         return next(iter(variants))
-    counts = {name: count_for(call) for name, call in variants.items()}
-    return min(variants, key=lambda name: min(timed(variants[name], counts[name]) for _ in "123"))
+    contestants = {name: Contestant(call, threads) for name, call in variants.items()}
+    counts = {name: contestant.count() for name, contestant in contestants.items()}
+    rounds = [
+        {name: contestant.timed(counts[name]) for name, contestant in contestants.items()}
+        for _ in range(3)
+    ]
+    return min(variants, key=lambda name: min(times[name] for times in rounds))
 
 
-def race(calls: Calls, rounds: int) -> tuple[dict[str, float], dict[str, float], int]:
+def one_round(contestants: dict[str, Contestant], counts: dict[str, int]) -> dict[str, float]:
+    """Seconds of a call of each. The last of the round before had the threads of the last here."""
+    *_, last = contestants.values()
+    threads = last.threads
+    times = {}
+    for name, contestant in contestants.items():
+        if contestant.threads != threads:
+            time.sleep(PAUSE)
+            threads = contestant.threads
+        times[name] = contestant.timed(counts[name])
+    return times
+
+
+def race(
+    contestants: dict[str, Contestant], rounds: int
+) -> tuple[dict[str, float], dict[str, float], int]:
     """Median seconds of each, median ratios peer / axisnorm, and the rounds thrown away."""
-    counts = {name: count_for(call) for name, call in calls.items()}
+    counts = {}
+    for name, contestant in contestants.items():
+        time.sleep(PAUSE)
+        counts[name] = contestant.count()
     kept: list[dict[str, float]] = []
     noisy: list[dict[str, float]] = []
     while len(kept) < rounds and len(noisy) < 3 * rounds:
         before, start = others_cpu(), time.perf_counter()
-        times = {name: timed(call, counts[name]) for name, call in calls.items()}
+        times = one_round(contestants, counts)
         disturbed = others_cpu() - before > 0.02 + 0.04 * (time.perf_counter() - start)
         (noisy if disturbed else kept).append(times)
     used = kept if len(kept) >= 3 else kept + noisy
-    medians = {name: statistics.median(t[name] for t in used) for name in calls}
+    medians = {name: statistics.median(t[name] for t in used) for name in contestants}
     ratios = {
         name: statistics.median(t[name] / t["axisnorm"] for t in used)
-        for name in calls
+        for name in contestants
         if name != "axisnorm"
     }
     return medians, ratios, len(noisy)
@@ -360,20 +388,20 @@ def race(calls: Calls, rounds: int) -> tuple[dict[str, float], dict[str, float],
 def compete(op: str, shape: tuple[int, int], peers: list[Peer], rounds: int) -> dict[str, Any]:
     """One cell: its row in the JSON."""
     given = inputs(op, shape)
-    calls = {"axisnorm": own(op, given)}
+    contestants = {"axisnorm": Contestant(own(op, given), "libgomp")}
     chosen = {}
-    expected = calls["axisnorm"]()
+    expected = contestants["axisnorm"].call()
     for peer in peers:
         variants = peer.calls(op, given)
         for name, call in variants.items():
             worst = difference(call(), expected)
             if not worst < TOLERANCE:
                 raise SystemExit(f"{peer.name} ({name}), {op} on {shape}: differs by {worst:.1e}")
-        chosen[peer.name] = fastest(variants)
-        calls[peer.name] = variants[chosen[peer.name]]
+        chosen[peer.name] = fastest(variants, peer.threads)
+        contestants[peer.name] = Contestant(variants[chosen[peer.name]], peer.threads)
     # What axisnorm's next outputs may reuse.
     del expected
-    seconds, ratios, noisy = race(calls, rounds)
+    seconds, ratios, noisy = race(contestants, rounds)
     return {
         "op": op,
         "dtype": "float32",

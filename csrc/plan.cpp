@@ -14,8 +14,8 @@ constexpr int64_t STEPS = 256;  // of a part of lanes
 // Lanes of a tile: many, so that each step is a long run of memory, but a tile has to fit into the L2
 // cache.
 constexpr int64_t FEWEST = 128, MOST = 1024, TILE = 262144;  // the last one in elements
-// Lines shorter than this are lanes where that is possible.
-constexpr int64_t SHORT = 32;
+// Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay.
+constexpr int64_t SHORT = 32, ENOUGH = 8;
 // Rows from this length on are shared among threads, if there are few.
 constexpr int64_t LONG = 65536;
 
@@ -155,14 +155,15 @@ Plan make_plan(const Problem &problem) {
   if (last.reduced && last.loop.size < SHORT && count > 1 && !dims[count - 2].reduced) {
     // GroupNorm in channels_last, BatchNorm of tiny maps: lanes that share a group.
     const Dimension &groups = dims[count - 2];
-    bool outer_reduced = false, outer_affine = false;
+    int64_t steps = 1;
+    bool outer_affine = false;
     for (int i = 0; i < count - 2; i++) {
-      outer_reduced |= dims[i].reduced;
+      if (dims[i].reduced) steps *= dims[i].loop.size;
       outer_affine |= dims[i].reduced && dims[i].affine;
     }
     const unsigned tensors = 1u << X | 1u << Y | 1u << GRAD | 1u << DX | 1u << MASK;
     const bool lane_affine = groups.affine || last.affine;
-    if (outer_reduced && !(outer_affine && any_affine) && continues(groups, last, tensors) &&
+    if (steps >= ENOUGH && !(outer_affine && any_affine) && continues(groups, last, tensors) &&
         groups.loop.size * last.loop.size <= 65536) {
       nest.lanes = 1;
       nest.fold = last.loop.size;

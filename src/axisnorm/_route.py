@@ -14,7 +14,16 @@ from functools import lru_cache
 from . import _build
 from .scheme import Scheme, Sizes
 
-__all__ = ["DTYPES", "Route", "axes", "channels", "choose", "overlaps_itself", "route", "row_stride"]
+__all__ = [
+    "DTYPES",
+    "Route",
+    "axes",
+    "channels",
+    "choose",
+    "overlaps_itself",
+    "route",
+    "row_stride",
+]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 """The types that are normalized, in the order of csrc/norm.h."""

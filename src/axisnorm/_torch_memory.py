@@ -1,7 +1,8 @@
 """Reused memory for large outputs of the torch engine; see ``_memory``.
 
-A storage is free when its only holders are the pool's: no tensor (view, saved tensor, NumPy or DLPack
-alias) and no other Python reference. One that was resized or moved to shared memory is let go.
+A storage is free when its only holders are the pool's: no tensor (view, saved tensor, NumPy or
+DLPack alias) and no other Python reference. One that was resized or moved to shared memory is let
+go.
 """
 
 from __future__ import annotations
