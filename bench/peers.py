@@ -41,9 +41,10 @@ RESULTS = Path(__file__).parent / "results"
 SHAPES = ((8, 768), (128, 768), (4096, 768), (8192, 1024), (16384, 4096))
 EPS = 1e-5
 TOLERANCE = 1e-4
-# Worker threads spin on after a call, onnxruntime's longest: enough to double the time of whoever
-# comes next with threads of its own. The pause lets them fall asleep.
-PAUSE = 0.03  # seconds
+# Worker threads spin on after a call, and double the time of whoever comes next with threads of its
+# own. On two cores libgomp's have used 9 ms of processor time until they sleep, onnxruntime's 35,
+# which takes longer where others use the cores too.
+PAUSE = 0.03  # seconds, at least
 
 Call = Callable[[], Any]
 Calls = dict[str, Call]
@@ -320,6 +321,15 @@ def difference(actual: Any, expected: Any) -> float:
     )
 
 
+def settle() -> None:
+    """Waits for the threads of this process to fall asleep, but not for ones that never do."""
+    for _ in range(30):
+        before = time.process_time()
+        time.sleep(PAUSE)
+        if time.process_time() - before < 0.001:
+            return
+
+
 @dataclass(frozen=True)
 class Contestant:
     call: Call
@@ -335,16 +345,27 @@ class Contestant:
         return max(1, int(BLOCK / max(self.timed(3), 1e-7)))
 
 
-def fastest(variants: Calls, threads: str) -> str:
+def settled_counts(contestants: dict[str, Contestant]) -> dict[str, int]:
+    counts = {}
+    for name, contestant in contestants.items():
+        settle()
+        counts[name] = contestant.count()
+    return counts
+
+
+def fastest(variants: dict[str, Contestant]) -> str:
+    """The name of the variant with the smallest of three blocks.
+
+    Also between variants the threads have to settle: each onnxruntime session has its own.
+    """
     if len(variants) == 1:
         return next(iter(variants))
-    contestants = {name: Contestant(call, threads) for name, call in variants.items()}
-    counts = {name: contestant.count() for name, contestant in contestants.items()}
-    rounds = [
-        {name: contestant.timed(counts[name]) for name, contestant in contestants.items()}
-        for _ in range(3)
-    ]
-    return min(variants, key=lambda name: min(times[name] for times in rounds))
+    counts = settled_counts(variants)
+    best = dict.fromkeys(variants, float("inf"))
+    for name in [*variants] * 3:
+        settle()
+        best[name] = min(best[name], variants[name].timed(counts[name]))
+    return min(best, key=best.__getitem__)
 
 
 def one_round(contestants: dict[str, Contestant], counts: dict[str, int]) -> dict[str, float]:
@@ -354,7 +375,7 @@ def one_round(contestants: dict[str, Contestant], counts: dict[str, int]) -> dic
     times = {}
     for name, contestant in contestants.items():
         if contestant.threads != threads:
-            time.sleep(PAUSE)
+            settle()
             threads = contestant.threads
         times[name] = contestant.timed(counts[name])
     return times
@@ -364,10 +385,7 @@ def race(
     contestants: dict[str, Contestant], rounds: int
 ) -> tuple[dict[str, float], dict[str, float], int]:
     """Median seconds of each, median ratios peer / axisnorm, and the rounds thrown away."""
-    counts = {}
-    for name, contestant in contestants.items():
-        time.sleep(PAUSE)
-        counts[name] = contestant.count()
+    counts = settled_counts(contestants)
     kept: list[dict[str, float]] = []
     noisy: list[dict[str, float]] = []
     while len(kept) < rounds and len(noisy) < 3 * rounds:
@@ -392,14 +410,15 @@ def compete(op: str, shape: tuple[int, int], peers: list[Peer], rounds: int) -> 
     chosen = {}
     expected = contestants["axisnorm"].call()
     for peer in peers:
-        variants = peer.calls(op, given)
-        for name, call in variants.items():
-            worst = difference(call(), expected)
+        calls = peer.calls(op, given)
+        variants = {name: Contestant(call, peer.threads) for name, call in calls.items()}
+        for name, variant in variants.items():
+            worst = difference(variant.call(), expected)
             if not worst < TOLERANCE:
                 raise SystemExit(f"{peer.name} ({name}), {op} on {shape}: differs by {worst:.1e}")
-        chosen[peer.name] = fastest(variants, peer.threads)
-        contestants[peer.name] = Contestant(variants[chosen[peer.name]], peer.threads)
-    # What axisnorm's next outputs may reuse.
+        chosen[peer.name] = fastest(variants)
+        contestants[peer.name] = variants[chosen[peer.name]]
+    # Its memory is what axisnorm's next outputs reuse.
     del expected
     seconds, ratios, noisy = race(contestants, rounds)
     return {
@@ -417,6 +436,10 @@ def compete(op: str, shape: tuple[int, int], peers: list[Peer], rounds: int) -> 
         },
         "noisy_rounds": noisy,
     }
+
+
+def microseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def chosen_peers(text: str, parser: argparse.ArgumentParser) -> list[Peer]:
@@ -446,14 +469,15 @@ def main() -> int:
     if not peers:
         print(f"not installed: {', '.join(missing)}", file=sys.stderr)
         return 2
-    console = Console()
+    # The table is wider than the 80 columns that rich takes a file for.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     for name in missing:
         console.print(f"{name}: not installed")
     info = machine()
     info["peers"] = {peer.name: peer.versions() for peer in peers}
-    table = Table("operation", "shape", "axisnorm us")
+    table = Table("operation", "shape", "axisnorm\nus")
     for peer in peers:
-        table.add_column(f"{peer.name} us (ratio)", justify="right")
+        table.add_column(f"{peer.name}\nus (ratio)", justify="right")
     results = []
     with torch.no_grad():
         for op in ops:
@@ -461,8 +485,8 @@ def main() -> int:
                 row = compete(op, shape, peers, options.rounds)
                 results.append(row)
                 table.add_row(
-                    op, "x".join(map(str, shape)), f"{row['axisnorm_us']:.1f}",
-                    *(f"{r['us']:.1f} ({r['ratio']:.2f})" for r in row["peers"].values()),
+                    op, "x".join(map(str, shape)), microseconds(row["axisnorm_us"]),
+                    *(f"{microseconds(r['us'])} ({r['ratio']:.2f})" for r in row["peers"].values()),
                 )  # fmt: skip
     console.print(table)
     if options.out is None:
