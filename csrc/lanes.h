@@ -425,6 +425,7 @@ template <class T> struct OfLanes {
   NOINLINE void sum_gradients(const Place &at, const Unit &u, int64_t part, double *s1, double *s2,
                               double *s3, C *for_weight, C *for_bias) const {
     const Constants<C> c = u.constants();
+    T *const dx = at_once() ? (T *)job.dx : nullptr;
     each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                __attribute__((always_inline)) {
       constexpr int B = decltype(number)::value;
@@ -457,6 +458,14 @@ template <class T> struct OfLanes {
           a2[j] = fma(vj, gw, a2[j]);
           if (can_round<T> && rounded) vj = round_as<T>(vj);
           if (Third && rounded) a3[j] = fma(vj, gj, a3[j]);
+          if (PerElement && dx) {
+            const int64_t i = lane + j * W;
+            const V own = parameter<true>(weight + p.at[AFFINE], i, rest);
+            const V derivative = gj * own * parameter<true>(c.rstd, i, rest);
+            T *place = dx + p.at[DX] + i;
+            if (rest) store(place, derivative, rest);
+            else store(place, derivative);
+          }
           if (!PerElement) {
             by_weight = j ? fma(vj, gj, by_weight) : vj * gj;
             by_bias = j ? by_bias + gj : gj;
@@ -589,8 +598,13 @@ template <class T> struct OfLanes {
                    nest.fold, add);
   }
 
+  // Whether dx, which does not depend on the sums, is written along with them.
+  bool at_once() const {
+    return task.running_mean && task.sums && !task.mask && nest.per_element && !nest.mixed;
+  }
+
   void apply_backward(const Place &at, const Unit &u, int64_t part) const {
-    if (!job.dx) return;
+    if (!job.dx || at_once()) return;
     if (nest.per_element) differentiate<true>(at, u, part);
     else differentiate<false>(at, u, part);
   }

@@ -234,7 +234,9 @@ template <class T> struct OfLines {
     double s1, s2;                     // of grad * weight - u.first, grad * weight * xhat
   };
 
-  INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight) const {
+  // dx: written in the same sweep, where running statistics normalize (else null).
+  INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight,
+                             T *dx) const {
     Total<V> t1, t2, t3;
     const Constants<C> c = u.constants();
     const C first = (C)get(g);  // so that the sum of equal gradients is exact
@@ -249,6 +251,10 @@ template <class T> struct OfLines {
         s1[j] += tail ? keep(grad - first, tail) : grad - first;
         s2[j] = fma(v, grad, s2[j]);
         if (rounded) s3[j] = fma(round_as<T>(v), grad, s3[j]);
+        if (!dx) return;
+        const V derivative = grad * weight * u.rstd;
+        if (tail) store(dx + i, derivative, tail);
+        else store(dx + i, derivative);
       };
       for (; i + 2 * W <= end; i += 2 * W) add(i, 0, 0), add(i + W, 0, 1);
       if (i + W <= end) add(i, 0, 0), i += W;
@@ -356,7 +362,8 @@ template <class T> struct OfLines {
       } else if (PerElement) {
         a = element_sums(g, v, n, u, w, dw, db);
       } else {
-        a = flat_sums(g, v, n, u, *w);
+        T *dx = at_once() && job.dx ? (T *)job.dx + p.at[DX] + i : nullptr;
+        a = flat_sums(g, v, n, u, *w, dx);
       }
       s1.add(a.s1);
       s2.add(a.s2);
@@ -393,8 +400,13 @@ template <class T> struct OfLines {
                    nest.applied.n, add);
   }
 
+  // Whether dx, which does not depend on the sums, is written along with them.
+  bool at_once() const {
+    return task.running_mean && task.sums && !task.mask && !per_element;
+  }
+
   void apply_backward(const Place &at, const Unit &u, int64_t part) const {
-    if (!job.dx) return;
+    if (!job.dx || at_once()) return;
     if (per_element) differentiate<true>(at, u, part);
     else differentiate<false>(at, u, part);
   }

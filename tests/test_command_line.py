@@ -1,8 +1,10 @@
 """The command line: what it prints, and its exit statuses."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,9 @@ def wrong_input():
 
 number = 3
 """
+
+
+MODULES = ("some_models", "broken_model", "needy_model")
 
 
 @pytest.fixture
@@ -137,6 +142,24 @@ def test_audit_of_a_function(capsys, models):
         (("audit", "some_models:missing"), "missing"),
         (("audit", "some_models:nothing"), "torch.nn.Module"),
         (("audit", "some_models:good", "--text", "a"), "--text"),
+        (("compare", "... [d]", "... [d]"), "required: --shape"),
+        (("compare", "... [d]", "--shape", "2,3"), "required: b"),
+        (("compare", "... [d]", "... [d]", "--shape", "-1,3"), "'-1,3' came"),
+        (("compare", "... [d]", "layernorm", "--shape", "2,3"), "Did you mean"),
+        (("compare", "... [d]", "b s [d]", "--shape", "2,3"), "The input has 2"),
+        (("compare", "... [d]", "... [d", "--shape", "2,3"), "column 5 of '... [d'"),
+        (("compare", "... [d]", "[d]", "--shape", "3", "--sizes", "z=2"), "'z' is none of"),
+        (("presets", "torch"), "unrecognized arguments"),
+        (("presets", "--html", "a.html"), "unrecognized arguments"),
+        (
+            ("explain", "... [d]", "2,3", "--html", "no/such/place/a.html"),
+            "does not. Make it first",
+        ),
+        (("explain", "... [d]", "2,3", "--html", "."), "is a directory"),
+        (("explain", "... [d]", "2,3", "--figure", "a.gif"), "saved as png or svg"),
+        (("explain", "... [d]", "2,3", "--figure", "a"), "saved as png or svg"),
+        (("explain", "... [d]", "2,3", "--html", "a.svg", "--figure", "a.svg"), "two files"),
+        (("explain", "... [d]", "2,3", "--html", "x" * 300), "File name too long"),
         (("hear",), "invalid choice"),
         ((), "COMMAND"),
     ],
@@ -146,6 +169,7 @@ def test_wrong_use_is_one_line_and_status_2(capsys, models, arguments, said):
     assert (status, out) == (2, "")
     assert err.startswith("axisnorm") and said in err
     assert err.count("\n") == 1 and err.endswith("\n")
+    assert set(os.listdir()) <= {"__pycache__", *(f"{m}.py" for m in MODULES)}
 
 
 def test_the_traceback_is_shown_when_asked_for(models):
@@ -162,6 +186,118 @@ def test_keyword_inputs(capsys, models):
 def test_sizes(capsys):
     status, out, _ = run(capsys, "explain", "torch.group_norm", "2,4,3", "--sizes", "g=2", "--json")
     assert status == 0 and json.loads(out)["num_groups"] == 4
+
+
+def test_compare(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    status, out, err = run(capsys, "compare", "... [d]", "b [s d]", "--shape", "2,3,4")
+    assert (status, err) == (0, "")
+    assert "6 means of 4 elements against 2 means of 12" in out and "\x1b" not in out
+    status, out, _ = run(capsys, "compare", "... [d]", "b [s d]", "--shape", "2x3x4", "--json")
+    assert status == 0 and json.loads(out)["statistics"] == "different"
+
+
+def test_compare_with_sizes(capsys):
+    """A size is for whichever of the two has an axis of that name."""
+    status, out, _ = run(
+        capsys, "compare", "torch.group_norm", "n c [...]; affine=c", "--shape", "2,4,3",
+        "--sizes", "g=4", "--json",
+    )  # fmt: skip
+    assert status == 0 and json.loads(out)["same"]
+
+
+def test_presets(capsys):
+    status, out, err = run(capsys, "presets")
+    assert (status, err) == (0, "")
+    for name in axisnorm.PRESETS:
+        assert name in out
+    status, out, _ = run(capsys, "presets", "--json")
+    data = json.loads(out)
+    assert [one["name"] for one in data["presets"]] == list(axisnorm.PRESETS)
+    for one in data["presets"]:
+        assert axisnorm.Scheme(one["scheme"]) == axisnorm.PRESETS[one["name"]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("explain", "... [d]", "2,3,4"), ("compare", "... [d]", "b [s d]", "--shape", "2,3,4")],
+    ids=["explain", "compare"],
+)
+def test_files_are_written_beside_the_text(capsys, tmp_path, arguments):
+    page, figure = tmp_path / "a.html", tmp_path / "a.PNG"
+    page.write_text("old")
+    plain = run(capsys, *arguments)
+    assert run(capsys, *arguments, "--html", str(page), "--figure", str(figure)) == plain
+    assert sorted(os.listdir(tmp_path)) == ["a.PNG", "a.html"]
+    assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    # As any other file that this user makes.
+    (tmp_path / "other").touch()
+    assert page.stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert run(capsys, *arguments, "--figure", str(tmp_path / "b.svg"))[0] == 0
+    assert "<svg" in (tmp_path / "b.svg").read_text()
+
+
+def test_nothing_is_left_behind_when_something_fails(capsys, tmp_path, monkeypatch):
+    page = tmp_path / "a.html"
+    page.write_text("old")
+    long = tmp_path / ("x" * 300 + ".svg")
+    given = ("explain", "... [d]", "2,3", "--html", str(page), "--figure")
+    status, out, err = run(capsys, *given, str(long))
+    assert (status, out) == (2, "") and "File name too long" in err and err.count("\n") == 1
+    assert os.listdir(tmp_path) == ["a.html"] and page.read_text() == "old"
+
+    def fails(self):
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr("axisnorm.lens.explain.Explanation.figure", fails)
+    status, out, err = run(capsys, *given, str(tmp_path / "a.svg"))
+    assert (status, out) == (2, "") and "RuntimeError: no ink" in err
+    assert os.listdir(tmp_path) == ["a.html"] and page.read_text() == "old"
+
+
+def test_a_result_is_saved_by_itself(tmp_path):
+    found = axisnorm.explain("... [d]", (2, 3))
+    found.save_figure(tmp_path / "a.svg")
+    found.save_figure(str(tmp_path / "b.svg"))
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    with pytest.raises(ArgumentError, match="png or svg"):
+        found.save_figure(tmp_path / "a.pdf")
+    with pytest.raises(ArgumentError, match="Make it first"):
+        found.save_figure(tmp_path / "no" / "a.svg")
+    assert sorted(os.listdir(tmp_path)) == ["a.svg", "b.svg"]
+    cell = found._repr_html_()
+    assert cell.startswith("<iframe srcdoc=") and "<script" not in cell
+
+
+def test_a_reader_may_stop_reading():
+    """As with axisnorm presets | head -1."""
+    done = subprocess.run(
+        f"{sys.executable} -m axisnorm presets --json | head -c 1; echo ${{PIPESTATUS[0]}}",
+        shell=True, executable="/bin/bash", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("{0\n", "")
+
+
+def test_the_script_and_the_module_are_alike(tmp_path):
+    script = Path(sys.executable).with_name("axisnorm")
+    (tmp_path / "here.py").write_text(MODELS)
+    for arguments, status in (
+        (["explain", "... [d]", "2,3"], 0),
+        (["compare", "... [d]", "n c [...]", "--shape", "2,3,4", "--json"], 0),
+        (["audit", "here:trap", "--strict", "--json"], 1),
+        (["explain", "... [d", "2,3"], 2),
+        (["--help"], 0),
+        ([], 2),
+    ):
+        done = [
+            subprocess.run([*start, *arguments], capture_output=True, text=True, cwd=tmp_path)
+            for start in ([str(script)], [sys.executable, "-m", "axisnorm"])
+        ]
+        assert [one.returncode for one in done] == [status, status], done[0].stderr
+        assert done[0].stderr == done[1].stderr
+        if "audit" not in arguments:  # whose seconds differ
+            assert done[0].stdout == done[1].stdout
 
 
 def test_version(capsys):
@@ -194,10 +330,19 @@ def test_a_transformers_directory(capsys, tmp_path, monkeypatch):
     assert "one root mean square a token" in out
 
 
-def test_explain_does_without_torch():
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explain", "... [d]", "2,3"],
+        ["compare", "... [d]", "... [d]; center=false", "--shape", "2,3"],
+        ["presets"],
+    ],
+    ids=["explain", "compare", "presets"],
+)
+def test_some_commands_do_without_torch(arguments):
     code = (
-        "import sys; from axisnorm.__main__ import main; main(['explain', '... [d]', '2,3']); "
-        "assert 'torch' not in sys.modules"
+        f"import sys; from axisnorm.__main__ import main; main({arguments}); "
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

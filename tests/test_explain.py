@@ -11,7 +11,7 @@ import torch
 
 import axisnorm.nn
 from axisnorm.lens.explain import explain, partition
-from axisnorm.scheme import ArgumentError, Scheme
+from axisnorm.scheme import ArgumentError, DtypeError, Scheme
 
 WHICH_MEAN = (2, 3, 4)
 
@@ -134,10 +134,36 @@ def test_functions():
     four = functools.partial(axisnorm.group_norm, num_groups=2, eps=1e-3)
     assert explain(four, (3, 4, 5)).num_groups == 6
     assert explain(four, (3, 4, 5)).scheme.eps == 1e-3
+    # Positional arguments are told apart by the function's own signature.
+    inner = functools.partial(torch.nn.functional.layer_norm, torch.ones(2, 3, 4), (3, 4))
+    assert explain(inner, (2, 3, 4)).num_groups == 2
+    outer = functools.partial(functools.partial(axisnorm.layer_norm, eps=1.0), eps=0.5)
+    assert explain(outer, (2, 3)).scheme.eps == 0.5
+    norm = functools.partial(axisnorm.normalize, scheme="n c [...]")
+    assert explain(norm, (2, 3, 4)).num_groups == 6
+    with pytest.raises(ArgumentError, match="computes what its scheme says"):
+        explain(axisnorm.normalize, (2, 3, 4))
     with pytest.raises(ArgumentError, match="num_groups"):
         explain(torch.nn.functional.group_norm, (3, 4, 5))
+    with pytest.raises(ArgumentError, match="A weight of shape"):
+        explain(
+            functools.partial(axisnorm.layer_norm, normalized_shape=4, weight=torch.ones(3)), (2, 4)
+        )
     with pytest.raises(ArgumentError, match="softmax"):
         explain(torch.nn.functional.softmax, (3, 4, 5))
+
+
+def test_lengths():
+    """torch.nn.functional.normalize, along any axes."""
+    x = torch.arange(24.0).reshape(2, 3, 4) + 1
+    for dim in (1, 2, -3, (1, 2)):
+        function = functools.partial(torch.nn.functional.normalize, dim=dim)
+        found = explain(function, x)
+        assert found.worked.y == pytest.approx(function(x)[0, 0, 0].item(), rel=1e-6)
+    assert explain(torch.nn.functional.normalize, (2, 3)).group_size == 3
+    for wrong in ({"p": 1}, {"dim": 3}):
+        with pytest.raises(ArgumentError, match="for p=2 and axes"):
+            explain(functools.partial(torch.nn.functional.normalize, **wrong), x)
 
 
 ARTICLE = [[1, 2, 4, 1], [6, 3, 2, 4], [2, 4, 6, 1]]
@@ -152,7 +178,137 @@ def test_the_article_by_hand(make):
     assert worked.elements == (1, 2, 4, 1)
     assert worked.rstd == pytest.approx(1 / 1.224749, abs=1e-6)
     assert worked.normalized == pytest.approx(-0.8165, abs=5e-5)
-    assert "(1 - 2) * 0.81649 = -0.81649" in found.to_text(width=100, color=False)
+    assert "(1 - 2) / 1.224749 = -0.81649" in found.to_text(width=100, color=False)
+
+
+def test_every_intermediate_value():
+    steps = explain("... [d]; affine=d", np.array(ARTICLE)).worked.steps
+    said = {step.name: (step.how, step.values) for step in steps}
+    assert said["sum"] == ("sum of x", (8,))
+    assert said["mean"] == ("sum / 4", (2,))
+    assert said["deviations"] == ("x - mean", (-1, 0, 2, -1))
+    assert said["squares"] == ("deviations^2", (1, 0, 4, 1))
+    assert said["sum of squares"][1] == (6,)
+    assert said["variance"] == ("sum of squares / 4", (1.5,))
+    assert said["variance + eps"] == ("variance + 1e-05", (1.50001,))
+    assert said["root"][1][0] == pytest.approx(1.224749, abs=1e-6)
+    assert said["normalized"][0] == "(x - mean) / root"
+    assert said["normalized"][1] == pytest.approx([-0.8165, 0, 1.6330, -0.8165], abs=5e-5)
+    assert list(said)[-1] == "y"
+
+
+WORKED = [
+    name for name, scheme in axisnorm.PRESETS.items()
+    if "g=32" not in str(scheme) and "(g [" not in str(scheme) and scheme.statistics == "batch"
+] + [
+    "... [d]; scale=var", "... [d]; scale=sqrt_std", "... [d]; scale=sqrt_std; eps_placement=std",
+    "... [d]; scale=sqrt_std; eps_placement=max", "... [d]; scale=var; eps_placement=max",
+    "... [d]; correction=0.5", "... [d]; scale=l2", "n (g=2 [c]) [...]; affine=g c", "... [d]; eps=0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", WORKED)
+def test_what_is_worked_is_what_is_computed(scheme):
+    scheme = axisnorm.PRESETS.get(scheme) or Scheme(scheme)
+    x = np.random.default_rng(0).standard_normal((3, 4, 2, 2)) * 0.1
+    x[1] = 0.7
+    shape = scheme.layout(4).sizes(x.shape).affine_shape
+    weight = bias = None
+    if scheme.affine:
+        weight, bias = (np.random.default_rng(i).standard_normal(shape) for i in (1, 2))
+    call = functools.partial(axisnorm.normalize, scheme=scheme, weight=weight, bias=bias)
+    worked = explain(call, x).worked
+    y = call(x)
+    assert worked.y == pytest.approx(y.flat[0], rel=1e-12)
+    assert worked.rstd == pytest.approx(axisnorm.statistics(x, scheme)[2].flat[0], rel=1e-12)
+    # The group of constants too, which comes first when it stands first.
+    constant = explain(call, x[1:]).worked
+    assert constant.y == pytest.approx(call(x[1:]).flat[0], rel=1e-12, abs=1e-300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rounding", ["once", "before_affine"])
+def test_half_types_are_rounded_as_they_are_computed(dtype, rounding):
+    x = (torch.arange(64.0).reshape(2, 32) * 0.37 - 5).to(dtype)
+    weight = (torch.arange(32.0) * 0.11 + 0.7).to(dtype)
+    call = functools.partial(
+        axisnorm.rms_norm, normalized_shape=32, weight=weight, eps=1e-6, rounding=rounding
+    )
+    worked = explain(call, x).worked
+    found = {step.name: step.values for step in worked.steps}
+    assert ("rounded" in found) == (rounding == "before_affine")
+    assert found["y"] == tuple(call(x)[0].double().tolist())
+
+
+def test_running_statistics_of_an_instance_norm():
+    """Which has a mean a sample and channel in training, and one a channel in evaluation."""
+    norm = torch.nn.InstanceNorm1d(3, track_running_stats=True, affine=True).eval()
+    norm.running_mean.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    norm.running_var.copy_(torch.tensor([4.0, 9.0, 16.0]))
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    found = explain(norm, x)
+    np.testing.assert_allclose(found.mean, [1, 2, 3])
+    assert [step.name for step in found.worked.steps] == [
+        "mean", "variance", "variance + eps", "root", "normalized", "y",
+    ]  # fmt: skip
+    assert found.worked.y == pytest.approx(norm(x)[0, 0, 0].item(), rel=1e-6)
+    given = {"running_mean": norm.running_mean, "running_var": norm.running_var}
+    function = functools.partial(torch.nn.functional.batch_norm, **given)
+    assert explain(function, x).worked.mean == 1
+    with pytest.raises(ArgumentError, match="running"):
+        explain(torch.nn.functional.batch_norm, x)
+
+
+def test_parameters_that_a_module_has():
+    """Formula and numbers have a weight and a bias where the module has them."""
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    for module, end, label in (
+        (torch.nn.LayerNorm(4), " * weight[d] + bias[d]", "weight, bias"),
+        (torch.nn.LayerNorm(4, bias=False), " * weight[d]", "weight "),
+        (torch.nn.LayerNorm(4, elementwise_affine=False), " + 1e-05)", "weight, bias  none"),
+        (torch.nn.RMSNorm(4), " * weight[d]", "weight "),
+        (torch.nn.BatchNorm1d(3, affine=False).eval(), " + 1e-05)", "weight, bias  none"),
+        (torch.nn.InstanceNorm1d(3, track_running_stats=True).eval(), " + 1e-05)", "  none"),
+    ):
+        found = explain(module, x)
+        assert found.formula.splitlines()[0].endswith(end), found.formula
+        assert any(line.startswith(label) or line.endswith(label)
+                   for line in found.to_text(width=80, color=False).splitlines())  # fmt: skip
+        assert found.worked.y == pytest.approx(module(x)[0, 0, 0].item(), rel=1e-5)
+    instance = explain(torch.nn.InstanceNorm1d(3, track_running_stats=True).eval(), x)
+    assert (instance.num_groups, instance.affine_shape) == (3, ())
+
+
+def test_numbers_that_cannot_be_worked_through():
+    with pytest.raises(DtypeError, match="complex64"):
+        explain("... [d]", torch.ones(2, 3, dtype=torch.complex64))
+    with pytest.raises(ArgumentError, match="affine is empty"):
+        explain(functools.partial(axisnorm.normalize, scheme="... [d]", weight=np.ones(3)), (2, 3))
+    constant = explain("... [d]; eps=0", np.ones((2, 3)))
+    assert (constant.worked.y, constant.worked.rstd) == (0, 0)
+    assert "(1 - 1) / 0, which is taken as 0" in constant.to_text(width=80, color=False)
+    negative = explain("... [d]; eps=-5", np.array(ARTICLE))
+    assert json.loads(negative.to_json())["worked"]["y"] is None and negative.to_text()
+
+
+def test_means_and_variances_are_shown():
+    text = explain("... [d]", np.array(ARTICLE)).to_text(width=80, color=False)
+    assert "mean      2    3.75    3.25" in text and "variance  1.5  2.1875  3.6875" in text
+    many = explain("... [d]", np.ones((9, 9, 4))).to_text(width=80, color=False)
+    assert "[0, 3]  ...  [8, 8]" in many
+
+
+def test_long_groups_are_worked_in_part():
+    x = np.random.default_rng(0).standard_normal((8, 197, 768)).astype(np.float32)
+    found = explain("... [d]; affine=d", x)
+    worked = found.worked
+    assert (worked.size, len(worked.elements), len(worked.steps[3].values)) == (768, 64, 64)
+    expected = axisnorm.layer_norm(x.astype(np.float64), 768)
+    assert worked.y == pytest.approx(expected[0, 0, 0], rel=1e-9)
+    text = found.to_text(width=80, color=False)
+    assert "(762 more)" in text
+    assert len(text.splitlines()) < 75 and max(map(len, text.splitlines())) <= 80
+    assert len(found.to_json()) < 200_000
 
 
 def test_a_module_is_worked_with_its_parameters():
@@ -210,12 +366,15 @@ def test_large_shapes_are_drawn_as_a_sample():
 @pytest.mark.parametrize(
     ("scheme", "shape"),
     [("[...]", ()), ("[d]", (5,)), ("n [c] ...", (2, 0, 3)), ("a b c d e [f]", (9, 3, 2, 2, 2, 3)),
-     ("[d]", (1,)), ("... [d]", (30, 40))],
+     ("[d]", (1,)), ("... [d]", (30, 40)), ("... [d]", (8, 197, 768)),
+     ("n [c] h w", (64, 3, 224, 224)), ("a [b] c d e", (50, 40, 30, 20, 10)),
+     ("a b (g=4 [c]) d e f", (50, 40, 32, 20, 10, 70)), ("[a] b c d e f g", (3, 4, 5, 6, 7, 8, 9))],
 )  # fmt: skip
 def test_every_rank_is_drawn(scheme, shape):
     found = explain(scheme, shape)
     text = found.to_text(width=80, color=False)
     assert str(found.scheme) in text
+    assert len(text.splitlines()) < 70 and max(map(len, text.splitlines())) <= 80
     assert json.loads(found.to_json())["num_groups"] == found.num_groups
     if 0 in shape:
         assert "no elements" in text
@@ -238,7 +397,7 @@ def test_a_split_axis_is_one_axis_and_none_is_broken():
 def test_json_is_stable():
     data = json.loads(explain("... [d]; affine=d", WHICH_MEAN).to_json())
     assert list(data) == [
-        "subject", "scheme", "shape", "axes", "num_groups", "group_size", "statistics_shape",
+        "schema", "subject", "scheme", "shape", "axes", "num_groups", "group_size", "statistics_shape",
         "affine_shape", "group_index", "formula", "equivalents", "route", "mean", "var", "worked",
     ]  # fmt: skip
     assert data["axes"][2] == {"name": "d", "size": 4, "shares": "all", "affine": True}

@@ -30,7 +30,9 @@ from .scheme import ArgumentError, DtypeError, Scheme
 if TYPE_CHECKING:
     from . import lens, nn
     from .lens.audit import audit
+    from .lens.compare import compare
     from .lens.explain import explain
+    from .lens.identify import identify
     from .lens.swap import swap
 
 __version__ = "0.1.0"
@@ -44,9 +46,11 @@ __all__ = [
     "add_rms_norm",
     "audit",
     "batch_norm",
+    "compare",
     "empty_cache",
     "explain",
     "group_norm",
+    "identify",
     "instance_norm",
     "layer_norm",
     "layer_norm_2d",
@@ -63,6 +67,8 @@ _LATER = {
     "nn": ".nn",
     "lens": ".lens",
     "explain": ".lens.explain",
+    "compare": ".lens.compare",
+    "identify": ".lens.identify",
     "audit": ".lens.audit",
     "swap": ".lens.swap",
 }

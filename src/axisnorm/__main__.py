@@ -1,22 +1,27 @@
 """The command line: ``axisnorm explain "... [d]" 2,3,4``, ``axisnorm audit MODEL``.
 
-Exit status 0: fine, 1: an audit with ``--strict`` found something, 2: wrong use, or the model
-that was given raised.
+Exit status 0: fine, 1: something was found and ``--strict`` was said, 2: wrong use or bad input,
+with one line that says which; then nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import axisnorm
 
 from .lens import COMMANDS
 from .scheme import ArgumentError, DtypeError
+
+if TYPE_CHECKING:
+    from .lens.result import Result
 
 __all__ = ["main"]
 
@@ -38,12 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [f" {word}" if re.match(r"-[0-9]", word) else word for word in given]
     run = None
     try:
-        for name, summary in COMMANDS.items():
+        for name, (summary, drawn) in COMMANDS.items():
             command = commands.add_parser(name, help=summary, description=summary)
-            command.add_argument("--json", action="store_true", help="print data instead of text")
-            command.add_argument(
-                "--traceback", action="store_true", help="show where an error was raised"
-            )
+            _options(command, drawn)
             if name in given[:1]:
                 # Only the command that runs is imported: explain does without torch.
                 module = importlib.import_module(f"axisnorm.lens.{name}")
@@ -52,15 +54,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(given)
         if run is None:
             parser.error("the command comes first")
+        targets = _targets(options)
         result, status = run(options)
         text = result.to_json() if options.json else result.to_text()
+        _write(result, targets)
     except Exception as error:
         if "--traceback" in given:
             raise
         print(f"axisnorm {given[0]}: {_one_line(error)}", file=sys.stderr)
         return 2
-    print(text)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The reader has seen enough. What is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(status)
+
+
+def _options(command: argparse.ArgumentParser, drawn: bool) -> None:
+    """The options of every command."""
+    command.add_argument("--json", action="store_true", help="print data instead of text")
+    if drawn:
+        command.add_argument(
+            "--html", metavar="FILE", help="also write one page that needs nothing else"
+        )
+        command.add_argument(
+            "--figure", metavar="FILE", help="also draw a figure, as PNG or SVG by its suffix"
+        )
+    else:
+        command.set_defaults(html=None, figure=None)
+    command.add_argument("--traceback", action="store_true", help="show where an error was raised")
+
+
+def _targets(options: argparse.Namespace) -> dict[str, Path]:
+    """The files to write by what they hold, refused before anything is computed for them."""
+    from .lens.result import FIGURE_FORMATS, checked_target
+
+    targets = {}
+    if options.html is not None:
+        targets["html"] = checked_target(options.html)
+    if options.figure is not None:
+        targets["figure"] = checked_target(options.figure, FIGURE_FORMATS)
+    if len({path.absolute() for path in targets.values()}) < len(targets):
+        raise ArgumentError(
+            "--html and --figure write two files. "
+            f"'{options.html}' came for both. Name them differently."
+        )
+    return targets
+
+
+def _write(result: Result, targets: dict[str, Path]) -> None:
+    from .lens.result import write
+
+    contents = {}
+    if "html" in targets:
+        contents[targets["html"]] = result.to_html().encode()
+    if "figure" in targets:
+        contents[targets["figure"]] = result.figure_file(targets["figure"].suffix[1:].lower())
+    write(contents)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,15 +1,29 @@
 """The looking glass: what normalizations compute, as data and as pictures.
 
-Each result has a module of its own: ``explain``, ``audit``, ``swap``. The functions of these names
-stand in the package itself, as ``axisnorm.explain``.
+Each result has a module of its own: ``explain``, ``compare``, ``identify``, ``audit``, ``swap``.
+The functions of these names stand in the package itself, as ``axisnorm.explain``.
 """
 
 from __future__ import annotations
 
-__all__ = ["COMMANDS"]
+from typing import NamedTuple
+
+__all__ = ["COMMANDS", "Command"]
+
+
+class Command(NamedTuple):
+    """A command of the command line."""
+
+    summary: str
+    drawn: bool = True
+    """Whether its result has a page and a figure."""
+
 
 COMMANDS = {
-    "explain": "show which elements share a mean and which share a weight",
-    "audit": "run a model and show what each of its normalizations computes",
+    "explain": Command("show which elements share a mean and which share a weight"),
+    "compare": Command("show what two normalizations have in common and where they differ"),
+    "identify": Command("find which normalization turns an input into an output"),
+    "audit": Command("run a model and show what each of its normalizations computes"),
+    "presets": Command("list the published normalizations that have a name here", drawn=False),
 }
 """The commands of the command line: modules here with ``arguments`` and ``execute``."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 try:
     import torch
@@ -29,6 +28,7 @@ from .foreign import eps_is_undetermined, guesses, looks_like_a_norm, looks_norm
 from .identify import Identification, in_words, rivals, tell_apart
 from .observe import Call, observed, paths_of, timed, unchanged, uncompiled
 from .operators import FUSED_ENCODER, OperatorReader, Performed
+from .result import Result
 
 if TYPE_CHECKING:
     import argparse
@@ -125,8 +125,10 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Result):
     """Every normalization of one model at one input."""
+
+    kind: ClassVar[str] = "audit"
 
     model: str
     """The model's class."""
@@ -143,7 +145,7 @@ class Audit:
         return any(finding.severity != "note" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as in :meth:`to_json`."""
+        """The data of :meth:`to_json`."""
         return {
             "model": self.model,
             "seconds": self.seconds,
@@ -151,26 +153,6 @@ class Audit:
             "norms": [norm.to_dict() for norm in self.norms],
             "findings": [finding.to_dict() for finding in self.findings],
         }
-
-    def to_json(self) -> str:
-        """The audit as JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-
-    def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
-        """A table in which identical norms share a row, and the findings.
-
-        Args:
-            width: columns, the terminal's where None.
-            color: ANSI colours, where None only if standard output is a terminal.
-
-        Raises:
-            ModuleNotFoundError: rich is not installed (``pip install 'axisnorm[lens]'``).
-        """
-        from . import report
-
-        return report.to_text(report.audit(self), width=width, color=color)
-
-    __str__ = to_text
 
     def __repr__(self) -> str:
         return f"Audit({self.model}: {len(self.norms)} norms, {len(self.findings)} findings)"

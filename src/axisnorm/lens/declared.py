@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..scheme import ArgumentError, Scheme
+from ..scheme import ArgumentError, Scheme, as_scheme
 
 __all__ = ["declared_scheme", "function_scheme"]
 
@@ -58,8 +58,10 @@ def declared_scheme(module: Any, ndim: int | None = None) -> Scheme | None:
     return found
 
 
-def function_scheme(function: Any, given: Mapping[str, Any]) -> Scheme:
+def function_scheme(function: Any, given: Mapping[str, Any], ndim: int | None = None) -> Scheme:
     """The scheme that a norm function of torch or axisnorm computes with these arguments.
+
+    ``ndim`` is the number of the input's axes, for functions that are told an axis.
 
     Raises:
         ArgumentError: it is no such function, or misses the argument that decides the scheme.
@@ -71,6 +73,15 @@ def function_scheme(function: Any, given: Mapping[str, Any]) -> Scheme:
     }
     if home not in ("torch", "axisnorm"):
         name = f"{home}.{name}"
+    if name == "normalize" and home == "axisnorm":
+        if "scheme" not in given:
+            raise ArgumentError(
+                "normalize computes what its scheme says. None came. "
+                "Give functools.partial(normalize, scheme='... [d]'), or the scheme itself."
+            )
+        return as_scheme(given["scheme"])
+    if name == "normalize":
+        return _lengths(given, ndim)
     if name in ("layer_norm", "rms_norm"):
         make = Scheme.layer_norm if name == "layer_norm" else Scheme.rms_norm
         shape = given.get("normalized_shape")
@@ -94,4 +105,24 @@ def function_scheme(function: Any, given: Mapping[str, Any]) -> Scheme:
     raise ArgumentError(
         "explain knows the norm functions of torch.nn.functional and axisnorm. "
         f"'{name}' is none of them. Give a Scheme or its text, as in '... [d]'."
+    )
+
+
+def _lengths(given: Mapping[str, Any], ndim: int | None) -> Scheme:
+    """What torch.nn.functional.normalize computes: x over its length along ``dim``."""
+    power, dims = given.get("p", 2.0), given.get("dim", 1)
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    if power != 2 or ndim is None or not all(-ndim <= dim < ndim for dim in dims):
+        raise ArgumentError(
+            "functional.normalize is a norm of this family for p=2 and axes of the input. "
+            f"p={power} and dim={given.get('dim', 1)} came for {ndim} axes. Give p=2 and such axes."
+        )
+    shared = {dim % ndim for dim in dims}
+    names = [f"[a{i}]" if i in shared else f"a{i}" for i in range(ndim)]
+    return Scheme(
+        " ".join(names),
+        center=False,
+        scale="l2",
+        eps=given.get("eps", 1e-12),
+        eps_placement="max",
     )

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
 import itertools
-import json
 import math
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import reference
 from .._route import Route, choose
-from ..presets import PRESETS
-from ..scheme import ArgumentError, Scheme, Sizes, as_scheme
-from .declared import declared_scheme, function_scheme
+from ..scheme import ArgumentError, DtypeError, Scheme, Sizes
+from .result import Result
+from .subject import Subject, is_shape, read_shape, read_subject, shape_said, sized, with_article
+from .worked import Worked, work_through
 
 if TYPE_CHECKING:
     import argparse
@@ -30,10 +26,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Equivalent",
     "Explanation",
+    "Partition",
     "Worked",
     "axis_dimensions",
     "axis_names",
+    "double",
     "explain",
+    "explained",
+    "finite_double",
+    "named_norms",
     "part_names",
     "partition",
     "statistics_dimensions",
@@ -42,9 +43,6 @@ __all__ = [
 
 LISTED_ELEMENTS = 4096
 """JSON lists arrays element by element up to this size, and says null above."""
-
-MOST_ELEMENTS = 1 << 44
-"""Shapes of more elements are taken for a mistake: 16 TiB at one byte each."""
 
 Partition = tuple[tuple[tuple[int, bool], ...], ...]
 
@@ -75,48 +73,15 @@ class Equivalent:
         }
 
 
-@dataclass(frozen=True)
-class Worked:
-    """One group worked through by hand, in float64."""
-
-    group: tuple[int, ...]
-    """Which group: its index in the statistics' shape."""
-    index: tuple[int, ...]
-    """The element of x that is followed to the end."""
-    elements: tuple[float, ...]
-    mean: float
-    var: float
-    rstd: float
-    x: float
-    normalized: float
-    weight: float | None
-    bias: float | None
-    y: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "group": list(self.group),
-            "index": list(self.index),
-            "elements": list(self.elements),
-            "mean": self.mean,
-            "var": self.var,
-            "rstd": self.rstd,
-            "x": self.x,
-            "normalized": self.normalized,
-            "weight": self.weight,
-            "bias": self.bias,
-            "y": self.y,
-        }
-
-
 @dataclass(frozen=True, eq=False)
-class Explanation:
+class Explanation(Result):
     """What one normalization computes on one shape.
 
     Elements that use the same statistic carry the same number in :attr:`group_index`. With a
     tensor, :attr:`mean`, :attr:`var` and :attr:`worked` hold its actual numbers.
     """
+
+    kind: ClassVar[str] = "explanation"
 
     scheme: Scheme
     sizes: Sizes
@@ -127,6 +92,10 @@ class Explanation:
     mean: NDArray[np.float64] | None = None
     var: NDArray[np.float64] | None = None
     worked: Worked | None = None
+    x: NDArray[np.float64] | None = None
+    parameters: frozenset[str] | None = None
+    """Which of weight and bias a module has; None where that is open, as in a notation."""
+    """The tensor that was given, in float64."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,6 +106,13 @@ class Explanation:
     def affine_shape(self) -> tuple[int, ...]:
         """The shape of weight and bias, ``()`` where there are none."""
         return self.sizes.affine_shape
+
+    def has(self, parameter: str) -> bool:
+        """Whether there is, or may be, a weight or a bias."""
+        if self.parameters is None:
+            # RMSNorm is not used with a bias.
+            return bool(self.scheme.affine) and (parameter == "weight" or self.scheme.center)
+        return parameter in self.parameters
 
     @property
     def statistics_dimensions(self) -> tuple[int, ...]:
@@ -180,7 +156,7 @@ class Explanation:
         return "\n".join(_formula(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as in :meth:`to_json`."""
+        """The data of :meth:`to_json`. Arrays of more than 4096 elements are None."""
         small = math.prod(self.shape) <= LISTED_ELEMENTS
         moments = self.mean is not None and self.mean.size <= LISTED_ELEMENTS
         return {
@@ -203,26 +179,6 @@ class Explanation:
             "var": self.var.tolist() if moments and self.var is not None else None,
             "worked": self.worked.to_dict() if self.worked else None,
         }
-
-    def to_json(self) -> str:
-        """The explanation as JSON. Arrays of more than 4096 elements are null."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-
-    def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
-        """A picture of which elements share a mean, the formula and what computes the same.
-
-        Args:
-            width: columns, the terminal's where None.
-            color: ANSI colours, where None only if standard output is a terminal.
-
-        Raises:
-            ModuleNotFoundError: rich is not installed (``pip install 'axisnorm[lens]'``).
-        """
-        from . import report
-
-        return report.to_text(report.explanation(self), width=width, color=color)
-
-    __str__ = to_text
 
     def __repr__(self) -> str:
         return (
@@ -250,142 +206,35 @@ def explain(subject: Any, shape_or_tensor: Any) -> Explanation:
     >>> [equivalent.name for equivalent in explanation.equivalents]
     ['LayerNorm(4)', 'InstanceNorm', 'GroupNorm(3)']
     """
-    tensor = None if _is_shape(shape_or_tensor) else shape_or_tensor
-    shape = _shape_of(shape_or_tensor)
-    scheme, weight, bias, running, name = _read_subject(subject, shape)
+    tensor = None if is_shape(shape_or_tensor) else shape_or_tensor
+    shape = read_shape(shape_or_tensor)
+    return explained(read_subject(subject, shape), shape, tensor)
+
+
+def explained(subject: Subject, shape: tuple[int, ...], tensor: Any = None) -> Explanation:
+    """:func:`explain` for what was read already."""
+    scheme = subject.scheme
     sizes = scheme.layout(len(shape)).sizes(shape)
-    if weight is not None and scheme.affine:
-        sizes.check_parameter("weight", weight.shape)
+    for name, value in (("weight", subject.weight), ("bias", subject.bias)):
+        if value is not None:
+            sizes.check_parameter(name, value.shape)
     dtype = "float32" if tensor is None else str(tensor.dtype).removeprefix("torch.")
     if not dtype.startswith(("float", "bfloat", "longdouble", "complex")):
         # Integers stand here for the numbers of an example; a norm does not take them.
         dtype = "float32"
+    affine = None if subject.parameters is None else bool(subject.parameters)
+    running = scheme.statistics == "running"
     explanation = Explanation(
         scheme,
         sizes,
-        name,
-        choose(scheme, shape, dtype, running=scheme.statistics == "running"),
+        subject.name,
+        choose(scheme, shape, dtype, affine=affine, running=running),
         tuple(_equivalents(scheme, sizes)),
+        parameters=subject.parameters,
     )
     if tensor is None or math.prod(shape) == 0:
         return explanation
-    return _with_numbers(explanation, tensor, weight, bias, running)
-
-
-# --------------------------------------------------------------------------------------------
-# The subject and the shape
-
-
-def _read_subject(
-    subject: Any, shape: tuple[int, ...]
-) -> tuple[Scheme, Any, Any, dict[str, Any], str]:
-    """The scheme, its weight, bias and running statistics, and the subject's own name."""
-    if isinstance(subject, (Scheme, str)):
-        scheme = _known_scheme(subject)
-        return scheme, None, None, {}, str(subject)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(subject, torch.nn.Module):
-        found = declared_scheme(subject, len(shape))
-        if found is None:
-            raise ArgumentError(
-                "explain knows the norm modules of torch.nn and axisnorm.nn. "
-                f"{with_article(subject)} came. Run audit on it to see what it computes."
-            )
-        _check_module(subject, found, shape)
-        running = {}
-        if found.statistics == "running":
-            running = {k: getattr(subject, k) for k in ("running_mean", "running_var")}
-        weight, bias = getattr(subject, "weight", None), getattr(subject, "bias", None)
-        return found, weight, bias, running, type(subject).__name__
-    if callable(subject):
-        function: Any = subject
-        given: dict[str, Any] = {}
-        while isinstance(function, functools.partial):
-            if function.args:
-                raise ArgumentError(
-                    "explain reads a partial function's keywords. Positional arguments came. "
-                    "Give them by name, as functools.partial(group_norm, num_groups=4)."
-                )
-            function, given = function.func, {**function.keywords, **given}
-        found = function_scheme(function, given)
-        name = getattr(function, "__name__", type(function).__name__)
-        return found, given.get("weight"), given.get("bias"), {}, name
-    raise ArgumentError(
-        "explain takes a Scheme, its text, a norm module or a norm function. "
-        f"{with_article(subject)} came. Write the axes as a string, as in '... [d]'."
-    )
-
-
-def _known_scheme(subject: Scheme | str) -> Scheme:
-    """The scheme, with a word for presets whose names are not quite right."""
-    name = subject.strip() if isinstance(subject, str) else ""
-    if re.fullmatch(r"\w+(\.\w+)*", name) and name not in PRESETS:
-        # Names are compared without their library too: 'layernorm' is near 'layer_norm'.
-        near = difflib.get_close_matches(name, PRESETS, n=2)
-        last = {preset.split(".", 1)[1]: preset for preset in reversed(list(PRESETS))}
-        near = near or [last[word] for word in difflib.get_close_matches(name, last, n=2)]
-        meant = " or ".join(f"'{preset}'" for preset in near)
-        remedy = f"Did you mean {meant}?" if meant else "axisnorm.PRESETS lists them."
-        raise ArgumentError(
-            "A scheme has brackets, or is a preset's name. "
-            f"There is no such preset as '{name}'. {remedy}"
-        )
-    return as_scheme(subject)
-
-
-def _check_module(module: Any, scheme: Scheme, shape: tuple[int, ...]) -> None:
-    """Refuse a shape that the module's own sizes do not fit, also without parameters."""
-    normalized = getattr(module, "normalized_shape", None)
-    said: Any = getattr(module, "num_features", getattr(module, "num_channels", None))
-    came: Any = said
-    axis = 0 if scheme.axes.startswith("c") else 1
-    where = f"axis {axis}"
-    if normalized is not None:
-        said, came = tuple(normalized), shape[len(shape) - len(normalized) :]
-        where = "trailing axes"
-    elif said is not None and axis < len(shape):
-        came = shape[axis]
-    if came != said:
-        raise ArgumentError(
-            f"A {type(module).__name__} of {said} takes them from the {where}. "
-            f"Shape {shape} has {came} there. Give a shape that fits."
-        )
-
-
-def _is_torch(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _is_shape(value: Any) -> bool:
-    return not hasattr(value, "dtype") or not hasattr(value, "shape")
-
-
-def _shape_of(value: Any) -> tuple[int, ...]:
-    if not _is_shape(value):
-        return tuple(int(size) for size in value.shape)
-    sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if any(not hasattr(s, "__index__") or isinstance(s, bool) or s < 0 for s in sizes):
-        raise ArgumentError(
-            "A shape is a tuple of whole numbers. "
-            f"{value!r} came. Give one size an axis, as in (2, 3, 4), or a tensor."
-        )
-    if math.prod(max(int(size), 1) for size in sizes) > MOST_ELEMENTS:
-        raise ArgumentError(
-            f"A shape may have up to 2**{MOST_ELEMENTS.bit_length() - 1} elements. "
-            f"{value!r} came. Give the shape of a tensor that a machine can hold."
-        )
-    return tuple(int(size) for size in sizes)
-
-
-def with_article(value: object) -> str:
-    """What came, to begin a sentence with.
-
-    >>> with_article(3), with_article("...")
-    ('An int', 'A str')
-    """
-    kind = type(value).__name__
-    return f"{'An' if kind[0].lower() in 'aeiou' else 'A'} {kind}"
+    return _with_numbers(explanation, tensor, subject)
 
 
 # --------------------------------------------------------------------------------------------
@@ -468,9 +317,8 @@ def axis_names(sizes: Sizes) -> tuple[str, ...]:
 # Named norms with the same statistics
 
 
-def _named(sizes: Sizes) -> Iterator[tuple[str, Scheme]]:
+def named_norms(shape: tuple[int, ...]) -> Iterator[tuple[str, Scheme]]:
     """The named norms that take a tensor of this shape."""
-    shape = sizes.shape
     ndim = len(shape)
     for count in range(1, ndim + 1):
         trailing = shape[ndim - count :]
@@ -505,7 +353,7 @@ def _divisors(number: int) -> list[int]:
 def _equivalents(scheme: Scheme, sizes: Sizes) -> Iterator[Equivalent]:
     own = partition(sizes, statistics_dimensions(sizes))
     seen: set[Partition] = set()
-    for name, named in _named(sizes):
+    for name, named in named_norms(sizes.shape):
         if (named.center, named.scale == "l2") != (scheme.center, scheme.scale == "l2"):
             continue
         if named.statistics != scheme.statistics:
@@ -592,7 +440,8 @@ def _formula(explanation: Explanation) -> Iterator[str]:
         offset = f"({_plain(scheme.weight_offset)} + {weight})" if scheme.weight_offset else weight
         if scheme.rounding == "before_affine":
             result = f"round({result})"
-        result += f" * {offset}" + (f" + {bias}" if center else "")
+        result += f" * {offset}" if explanation.has("weight") else ""
+        result += f" + {bias}" if explanation.has("bias") else ""
     yield f"y = {result}"
     if scheme.statistics == "running":
         yield f"{mean}, {var}: running averages of earlier batches, not of this one"
@@ -620,54 +469,65 @@ def _divisor(n: int, correction: float) -> str:
 # The numbers of one tensor
 
 
-def _double(value: Any) -> NDArray[np.float64] | None:
-    if value is None:
-        return None
-    if _is_torch(value):
-        value = value.detach().cpu().double().numpy()
-    return np.asarray(value).astype(np.float64)
+def finite_double(tensor: Any) -> NDArray[np.float64]:
+    """A tensor of torch or NumPy in float64.
 
-
-def _with_numbers(
-    explanation: Explanation, tensor: Any, weight: Any, bias: Any, running: dict[str, Any]
-) -> Explanation:
-    scheme = explanation.scheme
-    if scheme.statistics == "running" and not running:
-        raise ArgumentError(
-            f"'{scheme}' normalizes with running statistics. None came with the tensor. "
-            "Explain the module that holds them, or give only the shape."
+    Raises:
+        ArgumentError: it holds NaN or infinity.
+        DtypeError: it is complex.
+    """
+    if "complex" in str(tensor.dtype):
+        raise DtypeError(
+            "A group is worked through on real numbers. "
+            f"The tensor is {str(tensor.dtype).removeprefix('torch.')}. Give its real part."
         )
-    x = _double(tensor)
-    w, b = _double(weight), _double(bias)
-    stored = {name: _double(value) for name, value in running.items()}
+    x = double(tensor)
     if x is None or not np.isfinite(x).all():
         raise ArgumentError(
             "A group is worked through on finite numbers. The tensor holds NaN or infinity. "
             "Give only its shape, or another tensor."
         )
-    y, moments = reference.forward(x, scheme, w, b, **stored)
-    mean = np.asarray(moments.mean, dtype=np.float64).reshape(explanation.statistics_shape)
-    var = np.asarray(moments.var, dtype=np.float64).reshape(explanation.statistics_shape)
-    rstd = np.asarray(moments.rstd, dtype=np.float64).reshape(explanation.statistics_shape)
-    members = explanation.group_index == 0
-    index = tuple(int(i) for i in np.argwhere(members)[0])
-    own = int(explanation.affine_index[index])
-    plain = scheme.replace(affine="")
-    normalized, _ = reference.forward(x, plain, **stored)
-    worked = Worked(
-        group=tuple(0 for _ in explanation.statistics_shape),
-        index=index,
-        elements=tuple(x[members].tolist()),
-        mean=float(mean.flat[0]),
-        var=float(var.flat[0]),
-        rstd=float(rstd.flat[0]),
-        x=float(x[index]),
-        normalized=float(normalized[index]),
-        weight=None if w is None else float(w.flat[own]),
-        bias=None if b is None else float(b.flat[own]),
-        y=float(y[index]),
-    )
-    return dataclasses.replace(explanation, mean=mean, var=var, worked=worked)
+    return x
+
+
+def double(value: Any) -> NDArray[np.float64] | None:
+    """A tensor of torch or NumPy in float64, None for None."""
+    if value is None:
+        return None
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().double().numpy()
+    return np.asarray(value).astype(np.float64)
+
+
+def _with_numbers(explanation: Explanation, tensor: Any, subject: Subject) -> Explanation:
+    scheme, running = explanation.scheme, subject.running
+    if scheme.statistics == "running" and len(running) < 2:
+        raise ArgumentError(
+            f"'{scheme}' normalizes with running statistics. None came with the tensor. "
+            "Explain the module that holds them, or give only the shape."
+        )
+    x = finite_double(tensor)
+    weight, bias = double(subject.weight), double(subject.bias)
+    sizes = explanation.sizes
+    if scheme.statistics == "running":
+        sizes.check_running(*(tuple(value.shape) for value in running.values()))
+        mean, var = double(running["running_mean"]), double(running["running_var"])
+        assert mean is not None
+        assert var is not None
+        mean = mean if scheme.center else np.zeros_like(mean)
+    else:
+        # Arithmetic on arrays without axes gives no arrays. '[...]' takes one axis as well.
+        # A negative eps may leave no root.
+        with np.errstate(all="ignore"):
+            moments = reference.moments(x if x.ndim else x.reshape(1), scheme)
+        mean, var = (
+            np.asarray(values, dtype=np.float64).reshape(explanation.statistics_shape)
+            for values in (moments.mean, moments.var)
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    told = explanation.statistics_dimensions
+    worked = work_through(sizes, told, x, mean, var, weight, bias, dtype)
+    return dataclasses.replace(explanation, mean=mean, var=var, worked=worked, x=x)
 
 
 # --------------------------------------------------------------------------------------------
@@ -685,27 +545,5 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> tuple[Explanation, int]:
     """Run ``axisnorm explain``: the result and the exit status."""
-    came = options.shape.strip()
-    if not re.fullmatch(r"([0-9]+(\s*[,x]\s*|\s+|$))*", came.strip("()[] ")):
-        raise ArgumentError(
-            f"A shape is a list of whole numbers. '{came}' came. Write it as 2,3,4."
-        )
-    subject: Scheme | str = options.scheme
-    if options.sizes is not None:
-        subject = _known_scheme(subject).with_sizes(_sizes_said(options.sizes))
-    # int() refuses numbers of thousands of digits; twenty are too many here already.
-    words = [word[:20] for word in re.findall(r"[0-9]+", came)]
-    return explain(subject, tuple(int(word) for word in words)), 0
-
-
-def _sizes_said(text: str) -> dict[str, int]:
-    """``"g=2,c=4"`` as a dict."""
-    found = {}
-    for word in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]{1,18})\s*", word)
-        if match is None:
-            raise ArgumentError(
-                f"Sizes are names with whole numbers. '{text}' came. Write them as g=2,c=4."
-            )
-        found[match[1]] = int(match[2])
-    return found
+    (subject,) = sized((options.scheme,), options.sizes)
+    return explain(subject, shape_said(options.shape)), 0

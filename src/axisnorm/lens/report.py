@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import itertools
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,26 +27,50 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from ..presets import PRESETS
 from .explain import axis_dimensions, axis_names, part_names
+from .folding import alike, folded, template, worst_first
 from .identify import kind_of_mean
+from .palette import FILLS, letters
 
 if TYPE_CHECKING:
     from ..scheme import Sizes
     from .audit import Audit, Norm
-    from .explain import Explanation, Worked
+    from .compare import Comparison
+    from .explain import Explanation
     from .findings import Finding
+    from .identification import Candidate, Identification
+    from .presets import Presets
     from .swap import Swap
+    from .worked import Worked
 
-__all__ = ["audit", "beside", "explanation", "picture", "rivals", "swap", "to_text"]
-
-# Twelve fills on which black letters read, neighbours far apart. Letters say the same.
-_FILLS = (
-    "#8ecae6", "#ffb703", "#95d5b2", "#f4978e", "#cdb4db", "#ffe066",
-    "#a0c4ff", "#e9a36b", "#b7e4c7", "#ffadd6", "#b8c0ff", "#d4d97a",
-)  # fmt: skip
+__all__ = [
+    "audit",
+    "beside",
+    "comparison",
+    "explanation",
+    "identification",
+    "picture",
+    "presets",
+    "rivals",
+    "swap",
+    "to_text",
+]
 
 _PATH_WIDTH = 32
 """Columns that a path may take in a table before it is broken at its dots."""
+
+_SHOWN_GROUPS = 5
+"""How many groups' means are written out."""
+
+_SHOWN_CANDIDATES = 14
+"""How many candidates of an identification are listed."""
+
+_DRAWN_IN_FULL = 96
+"""Up to how many elements all pictures of a comparison are drawn, however narrow the console."""
+
+_WRITTEN_OUT = 32
+"""How many elements of an example are written out."""
 
 _GAP = -1
 """Stands for the indices of an axis that are left out of a picture."""
@@ -83,6 +107,9 @@ def explanation(result: Explanation) -> RenderableType:
     parts.append(_section("Formula"))
     parts.append(Padding(Text(result.formula, style="bold"), (0, 0, 0, 2)))
     if result.worked is not None:
+        parts += [Text(), _section("Its means and variances" if result.scheme.center else
+                                   "Its groups")]  # fmt: skip
+        parts.append(Padding(_moments(result), (0, 0, 0, 2)))
         parts += [Text(), _section("One group by hand")]
         parts.append(Padding(_by_hand(result, result.worked), (0, 0, 0, 2)))
     parts += [Text(), _section("The same statistics at this shape")]
@@ -125,7 +152,8 @@ def _head(result: Explanation) -> RenderableType:
         said = f"shape {result.affine_shape}: they vary along {where}"
     else:
         said = "none"
-    facts.add_row(Text("weight, bias", style="dim"), Text(said))
+    there = [name for name in ("weight", "bias") if result.has(name)] or ["weight", "bias"]
+    facts.add_row(Text(", ".join(there), style="dim"), Text(said))
     return Group(title, facts)
 
 
@@ -152,23 +180,48 @@ def _equivalents(result: Explanation) -> RenderableType:
     return table
 
 
+def _moments(result: Explanation) -> RenderableType:
+    """The statistics of the first groups and of the last."""
+    shape = result.statistics_shape
+    places = list(range(min(result.num_groups, _SHOWN_GROUPS)))
+    if len(places) < result.num_groups:
+        places[-1] = result.num_groups - 1
+    centred = result.scheme.center
+    spread = "variance" if centred or result.scheme.scale == "std" else "mean square"
+    spread = "sum of squares" if result.scheme.scale == "l2" else spread
+    lines = [("group", [str([int(i) for i in np.unravel_index(p, shape)]) for p in places])]
+    for name, values in (("mean", result.mean if centred else None), (spread, result.var)):
+        if values is not None:
+            lines.append((name, [_number(float(values.flat[place])) for place in places]))
+    table = Table.grid(padding=(0, 2))
+    for name, cells in lines:
+        if len(places) < result.num_groups:
+            cells.insert(len(cells) - 1, "...")
+        style = "dim" if name == "group" else ""
+        table.add_row(Text(name, style="dim"), *[Text(cell, style=style) for cell in cells])
+    return table
+
+
 def _by_hand(result: Explanation, worked: Worked) -> RenderableType:
+    """Every line of the calculation, then the followed element with its numbers put in."""
     scheme = result.scheme
-    shown = [_number(value) for value in worked.elements[:6]]
-    more = len(worked.elements) - len(shown)
-    elements = ", ".join(shown) + (f", ... ({more} more)" if more else "")
-    rows: list[tuple[str, str]] = [
-        (f"group {'A' if not worked.group else 'A, ' + str(list(worked.group))}", elements)
-    ]
-    if scheme.center:
-        rows.append(("mean", _number(worked.mean)))
-    rows.append(("variance" if scheme.center else "mean square", _number(worked.var)))
-    rows.append(("1 / what divides", _number(worked.rstd)))
-    x = f"{_number(worked.x)} - {_number(worked.mean)}" if scheme.center else _number(worked.x)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(style="dim", overflow="fold")
+    group = "group A" if not worked.group else f"group A, {list(worked.group)}"
+    table.add_row(Text(group, style="dim"), _values(worked.elements, worked.size), "")
+    for step in worked.steps:
+        size = worked.size if len(step.values) > 1 else 1
+        table.add_row(Text(step.name, style="dim"), _values(step.values, size), step.how)
     where = ", ".join(map(str, worked.index))
-    center = f"({x})" if scheme.center else x
+    divides = next(step for step in reversed(worked.steps) if step.name not in _LAST)
+    x = f"({_number(worked.x)} - {_number(worked.mean)})" if scheme.center else _number(worked.x)
     normalized = _number(worked.normalized)
-    rows.append((f"x[{where}]", f"{center} * {_number(worked.rstd)} = {normalized}"))
+    said = f"{x} / {_values(divides.values, 1)} = {normalized}"
+    if divides.values[0] == 0:
+        said = f"{x} / 0, which is taken as 0"
+    table.add_row(Text(f"x[{where}]", style="bold"), Text(said, style="bold"), "")
     if worked.weight is not None or worked.bias is not None:
         said = normalized
         if worked.weight is not None:
@@ -176,15 +229,296 @@ def _by_hand(result: Explanation, worked: Worked) -> RenderableType:
             said += f" * {offset if scheme.weight_offset else _number(worked.weight)}"
         if worked.bias is not None:
             said += f" + {_number(worked.bias)}"
-        rows.append((f"y[{where}]", f"{said} = {_number(worked.y)}"))
-    table = Table.grid(padding=(0, 2))
-    for name, said in rows:
-        table.add_row(Text(name, style="dim"), Text(said))
+        said = f"{said} = {_number(worked.y)}"
+        table.add_row(Text(f"y[{where}]", style="bold"), Text(said, style="bold"), "")
     return table
+
+
+_LAST = ("normalized", "rounded", "y")
+"""The lines of a calculation after what divides."""
+
+
+def _values(values: Sequence[float], size: int) -> str:
+    """Up to six numbers, and how many more there are; one alone with more digits, to show eps."""
+    if size == 1:
+        return f"{values[0]:.7g}"
+    shown = ", ".join(_number(value) for value in values[:6])
+    return shown if size <= 6 else f"{shown}, ... ({size - 6:,} more)"
 
 
 def _number(value: float) -> str:
     return f"{value:.5g}"
+
+
+# --------------------------------------------------------------------------------------------
+# compare
+
+
+def comparison(result: Comparison) -> RenderableType:
+    """Two schemes on one shape, part by part."""
+    parts: list[RenderableType] = [_compared(result), Text()]
+    parts += [_compared_pictures(result), Text()]
+    parts.append(_verdicts(result))
+    if result.agreements:
+        parts += [Text(), _section("Where they agree")]
+        for agreement in result.agreements:
+            tried = f"  (tried on {agreement.shape}: {_off(agreement.largest_difference)} apart)"
+            said = Text.assemble(agreement.condition, (tried, "dim"))
+            parts.append(Padding(said, (0, 0, 0, 2)))
+    parts += [Text(), _example(result)]
+    parts += [Text(), _section("The family at this shape"), Padding(_family(result), (0, 0, 0, 2))]
+    return Group(*parts)
+
+
+def _compared(result: Comparison) -> RenderableType:
+    different = [part.name for part in result.parts if part.verdict == "different"]
+    verdict = Text("the same in everything", style="bold green")
+    if different:
+        words = (
+            ", ".join(different[:-1]) + f" and {different[-1]}" if different[1:] else different[0]
+        )
+        verdict = Text(f"different in {words}", style="bold yellow")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, side in (("a", result.a), ("b", result.b)):
+        said = Text(str(side.scheme), style="bold cyan")
+        if side.subject != str(side.scheme):
+            said = Text.assemble((f"{side.subject}  ", "bold"), said)
+        table.add_row(Text(name, style="bold"), said)
+    said = Text.assemble((f"on {result.shape}: ", "dim"), verdict)
+    if result.largest_difference is not None:
+        apart = f"; on this tensor at most {_off(result.largest_difference)} apart"
+        said.append(apart, style="bold")
+    return Group(table, said)
+
+
+def _compared_pictures(result: Comparison) -> RenderableType:
+    """What shares a mean, once where both share alike, and the weights where they differ."""
+    sides = [("a", result.a), ("b", result.b)]
+    columns: list[list[RenderableType]] = [
+        [picture(side, title=_picture_title(name, side), affine=False)] for name, side in sides
+    ]
+    if result.statistics == "equal" and result.a.statistics_shape == result.b.statistics_shape:
+        title = _picture_title("a and b", result.a)
+        columns = [[picture(result.a, title=title, affine=False)], [Text()]]
+    if result.affine == "different" and 0 not in result.shape:
+        for column, (name, side) in zip(columns, sides, strict=True):
+            column.append(_weights(name, side))
+    # One below the other, samples of large tensors would be a wall.
+    large = math.prod(result.shape) > _DRAWN_IN_FULL
+    return _in_columns(columns, [column[:1] for column in columns] if large else columns)
+
+
+def _weights(name: str, side: Explanation) -> RenderableType:
+    if not side.scheme.affine:
+        return Text(f"{name}: no weights", style="bold")
+    title = f"{name}: weights of shape {side.affine_shape}"
+    told = side.sizes.layout.affine
+    return _panels(title, side, _sample(side.sizes), told, capital=False, legend=False)
+
+
+def _in_columns(
+    columns: Sequence[Sequence[RenderableType]], narrow: Sequence[Sequence[RenderableType]]
+) -> RenderableType:
+    """Columns side by side where the console is wide enough, else others below one another."""
+    wide = Table.grid(padding=(0, 6))
+    for number, row in enumerate(zip(*columns, strict=True)):
+        if number:
+            wide.add_row()
+        wide.add_row(*row)
+    below = [part for column in narrow for one in column for part in (one, Text())]
+    return _Fitting(wide, Group(*below[:-1]))
+
+
+def _picture_title(name: str, side: Explanation) -> str:
+    means = _count(side.num_groups, kind_of_mean(side.scheme))
+    return f"{name}: {means} of {_count(side.group_size, 'element')}"
+
+
+def _verdicts(result: Comparison) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for part in result.parts:
+        color = "green" if part.verdict == "equal" else "yellow"
+        said = Text("\n".join(part.sentences), style="dim" if part.verdict == "equal" else "")
+        table.add_row(Text(part.name, style="bold"), Text(part.verdict, style=color), said)
+    for note in result.notes:
+        table.add_row(Text("note", style="bold"), Text(""), Text(note))
+    return table
+
+
+def _example(result: Comparison) -> RenderableType:
+    example = result.example
+    if example is None:
+        return Text("No tensor of this rank tells their outputs apart.", style="dim")
+    where = "of another size tells" if result.same else "tells"
+    title = _section(f"The smallest tensor that {where} them apart")
+    title.append(f"   {example.shape} {example.x.dtype}", style="not bold dim")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [("x", example.x)]
+    for side in ("a", "b"):
+        for word in ("running_mean", "running_var", "weight", "bias", "y"):
+            rows.append((f"{word} of {side}", getattr(example, f"{word}_{side}")))
+    for name, values in rows:
+        if values is not None:
+            style = "bold" if name.startswith("y") else ""
+            table.add_row(Text(name, style="dim"), Text(_nested(values), style=style))
+    parts: list[RenderableType] = [title, Padding(table, (0, 0, 0, 2))]
+    if example.best_of:
+        other = "b" if example.best_of == "a" else "a"
+        said = f"No weight and bias of {example.best_of} come nearer to the output of {other}."
+        parts.append(Padding(Text(said, style="dim"), (0, 0, 0, 2)))
+    return Group(*parts)
+
+
+def _nested(values: Any) -> str:
+    """An array in brackets; of a large one the first elements and the last of each axis."""
+    if not values.ndim:
+        return f"{float(values):.{5 if values.dtype == np.float16 else 4}g}"
+    rows = [_nested(row) for row in values]
+    if values.size > _WRITTEN_OUT and len(rows) > 4:
+        rows = [*rows[:2], "...", rows[-1]]
+    return f"[{', '.join(rows)}]"
+
+
+def _family(result: Comparison) -> RenderableType:
+    family = result.family
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("", Text("means of", style="dim"), "", Text("the named norms", style="dim"))
+    for place, node in enumerate(family.nodes):
+        names = ", ".join(member.name for member in node.members) or "no named norm"
+        said = Text(names, style="bold" if node.compared else "")
+        inside = [f"({edge.coarser + 1})" for edge in family.edges if edge.finer == place]
+        if inside:
+            said.append(
+                f"\neach group lies inside one of {' and of '.join(inside)}", "not bold dim"
+            )
+        table.add_row(
+            Text(f"({place + 1})", style="dim"),
+            Text(f"{node.num_groups:,} of {node.group_size:,}"),
+            Text(node.compared, style="bold yellow"),
+            said,
+        )
+    cases = [Text(case.sentence) for case in family.special_cases]
+    return Group(table, *([Text(), *cases] if cases else []))
+
+
+# --------------------------------------------------------------------------------------------
+# identify
+
+
+def identification(result: Identification) -> RenderableType:
+    """What was found, what fits as well, what was ruled out, and what would decide."""
+    best = result.best
+    head = Text.assemble(
+        ("input and output ", "dim"), str(result.shape), (f"  {_types(result)}", "dim")
+    )
+    parts: list[RenderableType] = [head, Text()]
+    if best is None:
+        parts.append(Text(f"? {result.conclusion}", style="bold yellow"))
+    else:
+        parts.append(_found(best))
+        if best.mistake is not None:
+            parts += [Text(), Text(f"! {best.mistake.code}: {best.mistake.sentence}", "bold red")]
+            if best.correction is not None:
+                meant = Text.assemble(
+                    "  It should have been  ", (str(best.correction), "bold cyan")
+                )
+                parts.append(meant)
+    if result.candidates:
+        parts += [Text(), _section("Candidates"), Padding(_candidates(result), (0, 0, 0, 2))]
+    if result.notes:
+        parts += [Text(), _section("Notes")]
+        parts += [Padding(Text(note), (0, 0, 0, 2)) for note in result.notes]
+    if result.decisions:
+        parts += [Text(), _section("What would decide")]
+        parts += [Padding(Text(d.sentence), (0, 0, 0, 2)) for d in result.decisions]
+    return Group(*parts)
+
+
+def _types(result: Identification) -> str:
+    x, y = result.dtypes
+    return x if x == y else f"{x} to {y}"
+
+
+def _found(best: Candidate) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def row(name: str, said: str | Text) -> None:
+        table.add_row(Text(name, style="dim"), said if isinstance(said, Text) else Text(said))
+
+    row("found", Text.assemble((best.name, "bold green"), "   ", (str(best.scheme), "bold cyan")))
+    if best.norms:
+        row("as", ", ".join(best.norms))
+    axes = "axis" if len(best.axes) == 1 else "axes"
+    row("shared", f"along {axes} {', '.join(map(str, best.axes))}")
+    if best.affine_axes:
+        said = []
+        for name, values, source in (("weight", best.weight, best.weight_from),
+                                     ("bias", best.bias, best.bias_from)):  # fmt: skip
+            if values is not None:
+                said.append(f"{name} {source}, of shape {values.shape}: {_values_said(values)}")
+        along = "axis" if len(best.affine_axes) == 1 else "axes"
+        where = f"along {along} {', '.join(map(str, best.affine_axes))}"
+        row("weight, bias", "\n".join([where, *said]))
+    if best.eps_interval is not None:
+        eps = "that of the type" if best.scheme.eps is None else f"{best.scheme.eps:g}"
+        row("eps", f"{eps}, {_interval(best.eps_interval)}")
+    off = f"{_off(best.residual)} (rounding explains up to {_off(best.tolerance)})"
+    row("off by", off)
+    row("fitted", _count(best.free_parameters, "number"))
+    if best.computed_in is not None:
+        row("computed in", best.computed_in)
+    return table
+
+
+def _values_said(values: NDArray[np.float64]) -> str:
+    shown = ", ".join(f"{value:.4g}" for value in values.ravel()[:4])
+    return shown + (", ..." if values.size > 4 else "")
+
+
+def _interval(interval: tuple[float, float]) -> str:
+    low, high = interval
+    if high == float("inf"):
+        return "not determined" if low == 0 else f"shown to be {low:.3g} or more"
+    if high - low < 1e-3 * high:
+        return f"shown to within {(high - low) / 2:.1g}"
+    return f"shown to lie between {low:.4g} and {high:.4g}"
+
+
+def _candidates(result: Identification) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    for candidate in result.candidates[:_SHOWN_CANDIDATES]:
+        mark, color = ("no", "red")
+        if candidate.fits:
+            mark, color = ("fits", "green")
+        if candidate is result.best:
+            mark, color = ("BEST", "bold green")
+        fitted = _count(candidate.free_parameters, "number") if candidate.free_parameters else ""
+        said = Text.assemble((candidate.name, ""), (f"  {candidate.scheme}", "dim"))
+        table.add_row(
+            Text(mark, style=color), said, Text(f"off by {_off(candidate.residual)}"),
+            Text(f"{fitted} fitted" if fitted else "", style="dim"),
+        )  # fmt: skip
+    more = len(result.candidates) - _SHOWN_CANDIDATES
+    if more > 0:
+        table.add_row(Text(""), Text(f"and {more} more", style="dim"))
+    return table
 
 
 # --------------------------------------------------------------------------------------------
@@ -193,7 +527,7 @@ def _number(value: float) -> str:
 
 def audit(result: Audit) -> RenderableType:
     """Identical norms in one row, what was ruled out, and the findings."""
-    kinds = list(_alike(result.norms))
+    kinds = list(alike(result.norms))
     title = Text.assemble(
         (result.model, "bold"),
         f": {_count(len(result.norms), 'normalization')}",
@@ -314,62 +648,15 @@ def _off(value: float) -> str:
 def _findings(findings: Sequence[Finding]) -> RenderableType:
     if not findings:
         return Text.assemble(_section("Findings"), "  none")
-    grouped: dict[tuple[str, str, str, str], list[str]] = {}
-    for finding in findings:
-        key = (finding.severity, finding.code, finding.message, finding.remedy)
-        grouped.setdefault(key, []).append(finding.path)
-    order = {"error": 0, "warning": 1, "note": 2}
     colors = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for (severity, code, message, remedy), paths in sorted(
-        grouped.items(), key=lambda item: order[item[0][0]]
-    ):
-        where = "; ".join(folded(group) for group in _same_template(paths) if any(group))
-        said = Text.assemble((code, "bold"), f"  {where}\n" if where else "\n", message)
-        table.add_row(Text(severity, style=colors[severity]), said.append(f"\n{remedy}", "dim"))
+    for found, where in worst_first(findings):
+        title = (found.code, "bold"), f"  {where}\n" if where else "\n"
+        said = Text.assemble(*title, found.message).append(f"\n{found.remedy}", "dim")
+        table.add_row(Text(found.severity, style=colors[found.severity]), said)
     return Group(_section("Findings"), Padding(table, (0, 0, 0, 2)))
-
-
-def _alike(norms: Sequence[Norm]) -> Iterator[list[Norm]]:
-    """Norms that differ in nothing but numbers in their paths, in order of the first."""
-    groups: dict[Any, list[Norm]] = {}
-    for norm in norms:
-        key = (
-            _template(norm.path), norm.cls, norm.declared, norm.scheme, norm.shape, norm.dtype,
-            norm.calls, tuple((f.code, f.message) for f in norm.findings),
-        )  # fmt: skip
-        groups.setdefault(key, []).append(norm)
-    yield from groups.values()
-
-
-def _template(path: str) -> str:
-    return ".".join("#" if word.isdigit() else word for word in path.split("."))
-
-
-def _same_template(paths: Sequence[str]) -> Iterator[list[str]]:
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        groups.setdefault(_template(path), []).append(path)
-    yield from groups.values()
-
-
-def folded(paths: Sequence[str]) -> str:
-    """Paths of one template as one: ``a.0.norm`` and ``a.1.norm`` are ``a.{0..1}.norm``."""
-    unique = list(dict.fromkeys(paths))
-    if len(unique) == 1:
-        return unique[0]
-    words = []
-    for column in zip(*[path.split(".") for path in unique], strict=True):
-        values = sorted({int(word) for word in column if word.isdigit()})
-        if not values or len(set(column)) == 1:
-            words.append(column[0])
-        elif values == list(range(values[0], values[-1] + 1)):
-            words.append(f"{{{values[0]}..{values[-1]}}}")
-        else:
-            words.append(f"{{{','.join(map(str, values))}}}")
-    return ".".join(words)
 
 
 def _seconds(value: float) -> str:
@@ -391,17 +678,42 @@ def swap(result: Swap) -> RenderableType:
     table.add_column(overflow="fold")
     done: dict[tuple[str, str, str], list[str]] = {}
     for replaced in result.replaced:
-        key = (_template(replaced.path), replaced.before, replaced.after)
+        key = (template(replaced.path), replaced.before, replaced.after)
         done.setdefault(key, []).append(replaced.path)
     for (_, before, after), paths in done.items():
         table.add_row(Text("replaced", style="green"), _paths(paths),
                       Text(f"{before} -> {after}", style="dim"))  # fmt: skip
     kept: dict[tuple[str, str], list[str]] = {}
     for left in result.left:
-        kept.setdefault((_template(left.path), left.reason), []).append(left.path)
+        kept.setdefault((template(left.path), left.reason), []).append(left.path)
     for (_, reason), paths in kept.items():
         table.add_row(Text("left", style="yellow"), _paths(paths), Text(reason))
     return Group(*parts, Padding(table, (0, 0, 0, 2)))
+
+
+# --------------------------------------------------------------------------------------------
+# presets
+
+
+def presets(result: Presets) -> RenderableType:
+    """Names and schemes, one library after the other."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    homes = [name.split(".")[0].rstrip("0123456789") for name in result.names]
+    before = ""
+    for name, library in zip(result.names, homes, strict=True):
+        home, _, rest = name.partition(".")
+        # Models with one norm each stand together.
+        section = library if homes.count(library) > 1 else "models"
+        if before not in ("", section):
+            table.add_row()
+        before = section
+        scheme = str(PRESETS[name])
+        axes, _, fields = scheme.partition("; ")
+        said = Text.assemble((axes, "bold cyan"), (f"; {fields}" if fields else "", "none"))
+        table.add_row(Text.assemble((f"{home}.", "dim"), (rest, "bold")), said)
+    return table
 
 
 # --------------------------------------------------------------------------------------------
@@ -517,13 +829,6 @@ def _numbers(result: Explanation, drawn: Sequence[Sequence[int]], told: Sequence
     return number
 
 
-def _letters(capital: bool) -> Iterator[str]:
-    alphabet = [chr(ord("A" if capital else "a") + i) for i in range(26)]
-    for length in itertools.count(1):
-        for word in itertools.product(alphabet, repeat=length):
-            yield "".join(word)
-
-
 def _panels(
     title: str,
     result: Explanation,
@@ -535,12 +840,12 @@ def _panels(
 ) -> RenderableType:
     numbers = _numbers(result, drawn, told)
     names: dict[int, str] = {}
-    letters = _letters(capital)
+    found = letters(capital=capital)
     for place in np.ndindex(numbers.shape):
         if all(indices[i] != _GAP for indices, i in zip(drawn, place, strict=True)):
             number = int(numbers[place])
             if number not in names:
-                names[number] = next(letters)
+                names[number] = next(found)
     cell = max(map(len, names.values())) + 2
     axes = axis_names(result.sizes)
     ndim = len(drawn)
@@ -561,7 +866,7 @@ def _panels(
                     continue
                 place = (*lead, r, c)[-ndim:] if ndim else ()
                 number = int(numbers[place])
-                fill = _FILLS[order[number] % len(_FILLS)]
+                fill = FILLS[order[number] % len(FILLS)]
                 line.append(names[number].center(cell), style=f"bold black on {fill}")
             lines.append(line)
         return Group(*lines)

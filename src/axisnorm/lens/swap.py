@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 try:
     import torch
@@ -25,6 +24,7 @@ from .audit import Audit, Norm, audit
 from .explain import with_article
 from .identify import tolerance
 from .observe import Call, observed, run, unchanged, uncompiled
+from .result import Result
 
 __all__ = ["Left", "Replaced", "Swap", "swap"]
 
@@ -88,8 +88,10 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Swap:
+class Swap(Result):
     """What was replaced in a model, what was left, and why."""
+
+    kind: ClassVar[str] = "swap"
 
     model: str
     audit: Audit
@@ -104,25 +106,13 @@ class Swap:
         _restore(self._undo)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as in :meth:`to_json`."""
+        """The data of :meth:`to_json`."""
         return {
             "model": self.model,
             "replaced": [replaced.to_dict() for replaced in self.replaced],
             "left": [left.to_dict() for left in self.left],
             "largest_difference": self.largest_difference,
         }
-
-    def to_json(self) -> str:
-        """The swap as JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-
-    def to_text(self, *, width: int | None = None, color: bool | None = None) -> str:
-        """What was replaced and what was left, as :meth:`Audit.to_text`."""
-        from . import report
-
-        return report.to_text(report.swap(self), width=width, color=color)
-
-    __str__ = to_text
 
     def __repr__(self) -> str:
         return f"Swap({self.model}: {len(self.replaced)} replaced, {len(self.left)} left)"

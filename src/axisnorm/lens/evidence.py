@@ -1,0 +1,672 @@
+"""What an input and an output show, whatever was computed: rounding, moments, factors.
+
+The output of every normalization is, within a group, one factor times the input minus an offset.
+So the offset is tested and the factor is measured for a set of axes before any formula is thought
+of, and a formula with its eps is read off the factors of groups of different variance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .hypotheses import Formula, Sharing
+
+__all__ = [
+    "UNITS",
+    "Factors",
+    "Noise",
+    "Pair",
+    "Screened",
+    "Statistics",
+    "Sums",
+    "eps_interval",
+    "measure",
+    "pair_of",
+    "printed_decimals",
+    "rough_statistics",
+    "screen",
+    "spread",
+    "thinned",
+]
+
+Floats = NDArray[np.float64]
+
+UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+"""Half the distance between 1 and the next number: the largest relative error of a rounding."""
+
+SMALLEST = {"float16": 2.0**-25, "bfloat16": 0.0, "float32": 2.0**-150, "float64": 0.0}
+"""Half the distance between the smallest numbers."""
+
+THINNED = 1 << 16
+"""So many numbers of sums are kept before an axis is split into all its parts."""
+
+SAMPLED = 1 << 16
+"""So many elements are enough to see that something does not fit."""
+
+FEW_GROUPS = 4096
+
+INSPECTED = 1 << 15
+"""So many values tell the type that all of them fit in."""
+
+
+# --------------------------------------------------------------------------------------------
+# The data
+
+
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """How far an output may be off by rounding alone: relative to its parts."""
+
+    unit: float
+    """Half a unit in the last place of the output's type."""
+    compute: float
+    """The same of the type of the computation."""
+    quantum: float = 0.0
+    """Half a unit of the last decimal, where the output was printed."""
+    input_quantum: float = 0.0
+    """The same of the input."""
+    smallest: float = 0.0
+    twice_rounded: bool = False
+    """Half types: the normalized value may be rounded before weight and bias."""
+    slack: float = 1.0
+    offset: float = 0.0
+    """How many roundings of the mean square reach the variance, where it is computed as the mean
+    square minus the squared mean: the factor loses digits with the square of mean / deviation."""
+
+    def relative(self, group_size: int) -> float:
+        """What is allowed for one unit of output: sums of n add log2(n) / 2 roundings to r."""
+        inner = self.compute * (8.0 + 0.5 * math.log2(max(group_size, 2)))
+        return self.slack * (self.unit * (2.0 if self.twice_rounded else 1.0) + inner)
+
+    def bound(
+        self, group_size: int, output: Any, slope: Any, mean: Any = 0.0, bias: Any = 0.0
+    ) -> Any:
+        """The largest error of an output.
+
+        Args:
+            group_size: how many elements share a mean.
+            output: its magnitude.
+            slope: what the input is multiplied by, its magnitude.
+            mean: the size of what is summed to the mean, where one is subtracted: the mean is
+                off by some of its roundings.
+            bias: what is added, its magnitude.
+        """
+        relative = self.relative(group_size)
+        if self.offset:
+            relative = relative + self.offset * self.compute * (mean * slope) ** 2
+        rest = 4.0 * self.compute * mean * slope + 2.0 * self.input_quantum * slope
+        return relative * (output + bias) + self.slack * (rest + self.quantum + self.smallest)
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """An input and an output in float64, with what is known of their rounding."""
+
+    x: Floats
+    y: Floats
+    x_dtype: str
+    y_dtype: str
+    noise: Noise
+    mask: NDArray[np.bool_] | None = None
+    """The elements of the output that count."""
+    masked_statistics: bool = False
+    """Whether the mask holds for the statistics too."""
+    decimals: int | None = None
+    """How many decimals the output was printed with, None where it was not."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of both."""
+        return self.x.shape
+
+    @cached_property
+    def cache(self) -> dict[Any, Any]:
+        """Statistics by the elements that share them."""
+        return {}
+
+    def statistics(self, sharing: Sharing) -> Statistics:
+        """The moments of the input over the elements that share."""
+        found: Statistics | None = self.cache.get(sharing.key)
+        if found is None or found.sharing != sharing:
+            found = _statistics(self, sharing)
+            self.cache[sharing.key] = found
+        return found
+
+    def with_noise(self, noise: Noise) -> Pair:
+        """The same data, believed to be rounded in another way."""
+        return replace(self, noise=noise)
+
+
+def pair_of(x: Any, y: Any) -> Pair:
+    """The arrays in float64, with the rounding that their types and values show."""
+    x_dtype, y_dtype = (str(a.dtype).removeprefix("torch.") for a in (x, y))
+    wide_x, wide_y = double(x), double(y)
+    own = _narrowest_type(wide_y, y_dtype)
+    narrow = UNITS[own]
+    compute = max(UNITS[x_dtype], narrow) if x_dtype == "float64" else UNITS["float32"]
+    compute = min(max(compute, UNITS["float64"]), UNITS["float32"])
+    unit = max(narrow, compute)
+    noise = Noise(unit, compute, smallest=SMALLEST[own], twice_rounded=narrow > UNITS["float32"])
+    return Pair(wide_x, wide_y, x_dtype, own, noise)
+
+
+def double(values: Any) -> Floats:
+    """The array as float64, from NumPy or torch."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().double().numpy()
+    return np.ascontiguousarray(values, dtype=np.float64)
+
+
+def _narrowest_type(values: Floats, dtype: str) -> str:
+    """The narrowest type that holds all values, where they are enough not to do so by chance."""
+    some = values.ravel()[:: max(1, values.size // INSPECTED)]
+    order = ["float64", "float32", "float16", "bfloat16"]
+    found = dtype
+    if np.unique(some).size < 32:
+        return found
+    for name in order[order.index(dtype) + 1 :]:
+        if name == "bfloat16":
+            bits = some.astype(np.float32).view(np.uint32)
+            fits = bool(((bits & 0xFFFF) == 0).all()) and found != "float16"
+            fits = fits and bool((some.astype(np.float32) == some).all())
+        else:
+            with np.errstate(over="ignore"):
+                fits = bool((some.astype(name).astype(np.float64) == some).all())
+        if fits:
+            found = name
+    return found
+
+
+def printed_decimals(values: Floats, dtype: str) -> int | None:
+    """With how many decimals the values were printed, None where they are not decimals.
+
+    >>> printed_decimals(np.array([0.1234, -1.5]), "float64")
+    4
+    >>> printed_decimals(np.array([1.5, -0.5]), "float64") is None
+    True
+    """
+    if dtype not in ("float32", "float64"):
+        return None
+    some = values.ravel()[:: max(1, values.size // INSPECTED)]
+    largest = float(np.abs(some).max(initial=0.0))
+    # Dyadic numbers of few digits are exact, not rounded.
+    if bool((np.ldexp(some, 10) == np.round(np.ldexp(some, 10))).all()):
+        return None
+    for digits in range(3, 10):
+        if 10.0**-digits < 8 * UNITS[dtype] * largest:
+            return None
+        rounded = np.round(some, digits).astype(dtype).astype(np.float64)
+        if bool((rounded == some).all()):
+            return digits
+    return None
+
+
+# --------------------------------------------------------------------------------------------
+# Statistics
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """The moments of every group, of the expanded shape with 1 where it is shared."""
+
+    sharing: Sharing
+    mean: Floats
+    var: Floats
+    """Of divisor n."""
+    meansquare: Floats
+    count: Floats | float
+    """How many elements each group has."""
+    running: bool = False
+
+    def base(self, formula: Formula) -> Floats:
+        """V^h: what eps is added to."""
+        h, _ = formula.exponents
+        centred = formula.center or formula.scale == "std" or self.running
+        value = self.var if centred else self.meansquare
+        if formula.scale == "l2":
+            value = value * self.count
+        elif formula.correction and not self.running:
+            free = self.count - formula.correction
+            value = value * self.count / np.where(np.asarray(free) > 0, free, np.nan)
+        if h == 1:
+            return value
+        return np.sqrt(value) if h == 0.5 else np.asarray(value**h)
+
+    def factor(self, formula: Formula, eps: float) -> Floats:
+        """What the centred value is multiplied by, zero where that is infinite."""
+        _, a = formula.exponents
+        base = self.base(formula)
+        if formula.placement == "max":
+            inner = np.maximum(base, eps)
+        elif formula.passes == 2:
+            inner = base + eps * (base + eps)
+        else:
+            inner = base + eps
+        with np.errstate(all="ignore"):
+            factor = 1.0 / np.sqrt(inner) if a == -0.5 else inner**a
+        return np.where(inner > 0, factor, 0.0)
+
+    def cut(self, index: tuple[slice, ...]) -> Statistics:
+        """Those of some groups."""
+
+        def part(values: Floats) -> Floats:
+            pairs = zip(index, values.shape, strict=True)
+            return values[tuple(own if size > 1 else slice(None) for own, size in pairs)]
+
+        count = self.count if isinstance(self.count, float) else part(self.count)
+        mean, var, meansquare = part(self.mean), part(self.var), part(self.meansquare)
+        return Statistics(self.sharing, mean, var, meansquare, count, running=self.running)
+
+    def value(self, x: Floats, center: bool) -> Floats:
+        """x of the expanded shape, centred or not."""
+        return x - self.mean if center else x
+
+
+def _statistics(pair: Pair, sharing: Sharing) -> Statistics:
+    x = pair.x.reshape(sharing.expanded)
+    if pair.mask is None or not pair.masked_statistics:
+        n: Floats | float = float(sharing.group_size)
+        first = x[tuple(slice(0, 1) if i in sharing.reduced else slice(None)
+                        for i in range(x.ndim))]  # fmt: skip
+        shifted = x - first
+        about = shifted.mean(sharing.reduced, keepdims=True)
+        shifted -= about
+        rest = shifted.mean(sharing.reduced, keepdims=True)
+        shifted -= rest
+        mean = first + about + rest
+        var = np.square(shifted, out=shifted).mean(sharing.reduced, keepdims=True)
+    else:
+        valid = pair.mask.reshape(sharing.expanded)
+        count = valid.sum(sharing.reduced, keepdims=True).astype(np.float64)
+        n = np.maximum(count, 1.0)
+        x = np.where(valid, x, 0.0)
+        mean = x.sum(sharing.reduced, keepdims=True) / n
+        shifted = np.where(valid, x - mean, 0.0)
+        mean = mean + shifted.sum(sharing.reduced, keepdims=True) / n
+        shifted = np.where(valid, x - mean, 0.0)
+        var = np.square(shifted).sum(sharing.reduced, keepdims=True) / n
+    return Statistics(sharing, mean, var, var + mean * mean, n)
+
+
+# --------------------------------------------------------------------------------------------
+# Screening: which sets of axes and which offset explain the output, whatever the factors
+
+
+@dataclass(frozen=True)
+class Screened:
+    """A set of axes held against the data with a factor of its own for every group."""
+
+    sharing: Sharing
+    center: bool
+    misfit: float
+    """What is left of the output's sum of squares: 0 is a perfect fit."""
+    allowed: float
+
+
+def screen(
+    pair: Pair, candidates: Iterable[Sharing], weight: Floats | None, bias: Floats | None
+) -> list[Screened]:
+    """The misfit of every set of axes, from moments that are summed one axis after the other.
+
+    Args:
+        weight: of the tensor's number of axes, broadcastable against it; None: one.
+        bias: as weight; None: zero.
+    """
+    moments = _Moments(pair, weight, bias)
+    found = []
+    for sharing in candidates:
+        found += moments.screened(sharing)
+    return found
+
+
+class Sums:
+    """Sums of a stack of arrays over any set of axes, each from sums that were made before."""
+
+    def __init__(self, table: Floats) -> None:
+        self.whole: dict[tuple[int, ...], Floats] = {(): table}
+        self.split: dict[Any, tuple[Floats, int]] = {}
+
+    def over(self, axes: tuple[int, ...]) -> Floats:
+        """The sums over whole axes, kept as axes of size 1."""
+        if axes not in self.whole:
+            base = self.over(axes[1:] if len(axes) > 1 else ())
+            self.whole[axes] = base.sum(axes[0] + 1, keepdims=True)
+        return self.whole[axes]
+
+    def of(self, sharing: Sharing, *, thin: bool = False) -> Floats:
+        """The sums over the elements that share.
+
+        Args:
+            thin: for a split axis leave out groups, not elements of groups, to save time.
+        """
+        axes = tuple(i for i, own in enumerate(sharing.axes) if len(own) == 1 and own[0][1])
+        if sharing.split is None:
+            return self.over(axes)
+        axis = sharing.split
+        (outer, outer_shared), (inner, _) = sharing.axes[axis]
+        key = (axes, axis, outer_shared, thin)
+        shared = outer if outer_shared else inner
+        made = {k[-1]: table for k, (table, _) in self.split.items() if k[:-1] == key}
+        done = max((size for size in made if shared % size == 0), default=0)
+        if not done:
+            done = 1
+            made[1] = self._thinned(axes, axis) if thin else self.over(axes)
+            self.split[(*key, 1)] = made[1], 1
+        base, left = made[done], shared // done
+        before, after = base.shape[: axis + 1], base.shape[axis + 2 :]
+        rest = base.shape[axis + 1] // left
+        if left == 1:
+            return base
+        if outer_shared:
+            table = base.reshape(*before, left, rest, *after).sum(axis + 1)
+        else:
+            table = base.reshape(*before, rest, left, *after).sum(axis + 2)
+        self.split[(*key, shared)] = table, shared
+        return table
+
+    def _thinned(self, axes: tuple[int, ...], axis: int) -> Floats:
+        """Whole groups, evenly spaced, so that the sums over parts of an axis take little time."""
+        table = self.over(axes)
+        for other in range(table.ndim - 1):
+            size = table.shape[other + 1]
+            if other == axis or other in axes or table.size <= THINNED or size < 2:
+                continue
+            keep = max(2, size * THINNED // table.size)
+            index = np.linspace(0, size - 1, min(keep, size)).round().astype(np.int64)
+            table = table.take(index, axis=other + 1)
+        return table
+
+
+class _Moments:
+    """The moments of input and output that a misfit follows from."""
+
+    def __init__(self, pair: Pair, weight: Floats | None, bias: Floats | None) -> None:
+        self.pair = pair
+        self.shift = float(pair.x.mean())
+        x = pair.x - self.shift
+        y = pair.y if bias is None else pair.y - bias
+        self.biased = bias is not None
+        self.size = float(np.abs(pair.y).max())
+        if bias is not None:
+            self.size += float(np.abs(bias).max())
+        self.deviation = float(pair.x.std())
+        planes = [x, x * x, x * y, y, y * y]
+        self.weighted = weight is not None or pair.mask is not None
+        if self.weighted:
+            w: Any = 1.0 if weight is None else np.broadcast_to(weight, x.shape)
+            if pair.mask is not None:
+                w = w * pair.mask
+                planes[4] = planes[4] * pair.mask
+            ww = w * w
+            planes = [x, ww * planes[1], w * planes[2], w * y, planes[4], ww * x, ww]
+        if pair.mask is not None and pair.masked_statistics:
+            planes[0] = x * pair.mask
+            planes.append(pair.mask.astype(np.float64))
+        self.total = float(planes[4].sum())
+        self.sums = Sums(np.stack(planes))
+
+    def screened(self, sharing: Sharing) -> list[Screened]:
+        """With and without the mean subtracted."""
+        k = self.shift
+        table = self.sums.of(sharing, thin=True)
+        n: Any = float(sharing.group_size)
+        if len(table) == 8:
+            n = np.maximum(table[7], 1.0)
+        x, xx, xy, y, yy = table[:5]
+        total = float(yy.sum())
+        wwx, ww = (table[5], table[6]) if self.weighted else (x, n)
+        mean = x / n
+        found = []
+        for center in (True, False):
+            if center:
+                if sharing.group_size == 1:
+                    continue
+                dd = xx - 2 * mean * wwx + mean * mean * ww
+                dy = xy - mean * y
+                size = xx + mean * mean * ww
+            else:
+                dd = xx + 2 * k * wwx + k * k * ww
+                dy = xy + k * y
+                size = dd
+            informative = dd > 1e-13 * size
+            ratio = np.divide(dy, dd, out=np.zeros_like(dy), where=informative)
+            left = float((yy - ratio * dy).sum())
+            misfit = max(left, 0.0) / total if total else 0.0
+            digits = np.divide(size, dd, out=np.ones_like(dd), where=informative)
+            # What cancels in a group's sums of squares is lost of its output.
+            lost = 64 * 2.0**-52 * float((digits * yy).sum()) / total if total else 0.0
+            found.append(Screened(sharing, center, misfit, self._allowed(sharing) + lost))
+        return found
+
+    def _allowed(self, sharing: Sharing) -> float:
+        noise, pair, spread = self.pair.noise, self.pair, self.deviation
+        y_size = math.sqrt(self.total / max(pair.y.size, 1))
+        absolute = noise.slack * (noise.quantum + noise.smallest) / y_size if y_size else 0.0
+        offset = noise.compute * 4 * abs(self.shift) / spread if spread else 0.0
+        inputs = noise.input_quantum * 2 / spread if spread else 0.0
+        # A bias that was added brought its own rounding.
+        added = self.size / y_size if self.biased and y_size else 1.0
+        worst = noise.relative(sharing.group_size) * added + absolute + offset + inputs
+        return float((3 * worst) ** 2)
+
+
+def rough_statistics(pair: Pair, candidates: Iterable[Sharing]) -> Iterator[Statistics]:
+    """Statistics from sums, right to about twelve digits unless an offset is large."""
+    shift = float(pair.x.mean())
+    x = pair.x - shift
+    planes = [x, x * x]
+    inside = pair.mask is not None and pair.masked_statistics
+    if pair.mask is not None and inside:
+        planes = [x * pair.mask, planes[1] * pair.mask, pair.mask.astype(np.float64)]
+    sums = Sums(np.stack(planes))
+    for sharing in candidates:
+        shape = tuple(
+            1 if i in sharing.reduced else size for i, size in enumerate(sharing.expanded)
+        )
+        table = sums.of(sharing).reshape(len(planes), *shape)
+        n: Any = np.maximum(table[2], 1.0) if inside else float(sharing.group_size)
+        first, second = table[0] / n, table[1] / n
+        var = np.maximum(second - first * first, 0.0)
+        mean = first + shift
+        yield Statistics(sharing, mean, var, var + mean * mean, n)
+
+
+# --------------------------------------------------------------------------------------------
+# Factors: what each group was multiplied by
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """What the centred value of every group was multiplied by, and how far that may be off."""
+
+    statistics: Statistics
+    center: bool
+    factor: Floats
+    uncertainty: Floats
+    """The true factor lies no further off, if this is the set of axes and the noise is right."""
+    informative: NDArray[np.bool_]
+    """The groups that are not constant."""
+    weight: Floats
+    """How much of the output's square an error of the factor moves, over what rounding allows."""
+    misfit: float
+    """The root mean square of what is left, over what rounding allows."""
+
+    def misfit_of(self, formula: Formula, eps: float) -> float:
+        """The same with the factor that the formula gives."""
+        error = self.factor - self.statistics.factor(formula, eps)
+        error = np.where(self.informative, error, 0.0)
+        return math.sqrt(self.misfit**2 + float((self.weight * error * error).sum()))
+
+    def nearest_eps(self, formula: Formula, interval: tuple[float, float]) -> float:
+        """The eps in the interval with the least misfit."""
+        low, high = interval
+        if not math.isfinite(high):
+            return low
+        golden = (math.sqrt(5) - 1) / 2
+        for _ in range(48):
+            left, right = high - golden * (high - low), low + golden * (high - low)
+            if self.misfit_of(formula, left) <= self.misfit_of(formula, right):
+                high = right
+            else:
+                low = left
+            if high - low <= 1e-3 * (interval[1] - interval[0]):
+                break
+        return (low + high) / 2
+
+
+def measure(
+    pair: Pair,
+    statistics: Statistics,
+    center: bool,
+    weight: Floats | None,
+    bias: Floats | None,
+    *,
+    sampled: bool = False,
+) -> Factors:
+    """The factor of every group, or of a sample of the groups, by least squares.
+
+    At the true factor what is left of the output is rounding alone. Its sum of squares is larger
+    by dd (r - r_true)^2 than the least one, which bounds the distance.
+    """
+    sharing = statistics.sharing
+    y = pair.y if bias is None else pair.y - bias
+    x, y = pair.x.reshape(sharing.expanded), y.reshape(sharing.expanded)
+    parameters = [
+        None if p is None else np.broadcast_to(p, pair.shape).reshape(sharing.expanded)
+        for p in (weight, bias, pair.mask)
+    ]
+    if sampled:
+        cut = thinned(sharing.expanded, sharing.kept)
+        x, y = x[cut], y[cut]
+        parameters = [None if p is None else p[cut] for p in parameters]
+        statistics = statistics.cut(cut)
+    w_, bias_, valid = parameters
+    d = statistics.value(x, center)
+    w: Any = 1.0
+    if w_ is not None:
+        w = w_
+        d = d * w
+    if valid is not None:
+        d, y = np.where(valid, d, 0.0), np.where(valid, y, 0.0)
+    axes = sharing.reduced if not statistics.running else _kept_of(statistics)
+    dd = (d * d).sum(axes, keepdims=True)
+    dy = (d * y).sum(axes, keepdims=True)
+    largest = float(dd.max(initial=0.0))
+    informative = dd > 1e-26 * largest
+    factor = np.divide(dy, dd, out=np.zeros_like(dy), where=informative)
+    left = y - factor * d
+    size = np.abs(factor * w)
+    magnitude = 0.0 if bias_ is None else np.abs(bias_)
+    mean = np.sqrt(statistics.meansquare) if center else 0.0
+    tau = pair.noise.bound(_n(statistics), np.abs(y), size, mean, magnitude)
+    tau = np.broadcast_to(tau, y.shape)
+    allowed = (tau * tau).sum(axes, keepdims=True)
+    remaining = (left * left).sum(axes, keepdims=True)
+    with np.errstate(all="ignore"):
+        uncertainty = np.sqrt(np.maximum(allowed - remaining, 0.25 * allowed) / dd)
+    uncertainty = np.where(informative, uncertainty, np.inf)
+    total = max(float(allowed.sum()), 1e-300)
+    misfit = math.sqrt(float(remaining.sum()) / total)
+    return Factors(statistics, center, factor, uncertainty, informative, dd / total, misfit)
+
+
+def thinned(shape: Sequence[int], dimensions: Sequence[int]) -> tuple[slice, ...]:
+    """Evenly spaced indices along these dimensions, the longest cut first."""
+    sizes, steps = list(shape), [1] * len(shape)
+    while math.prod(sizes) > SAMPLED:
+        longest = max(dimensions, key=lambda i: sizes[i], default=0)
+        if not dimensions or sizes[longest] < 3:
+            break
+        steps[longest] *= 2
+        sizes[longest] = -(-shape[longest] // steps[longest])
+    return tuple(slice(None, None, step) for step in steps)
+
+
+def _kept_of(statistics: Statistics) -> tuple[int, ...]:
+    """The dimensions along which running statistics do not vary."""
+    return tuple(i for i, size in enumerate(statistics.mean.shape)
+                 if size == 1)  # fmt: skip
+
+
+def _n(statistics: Statistics) -> int:
+    return 2 if statistics.running else statistics.sharing.group_size
+
+
+def eps_interval(factors: Factors, formula: Formula) -> tuple[float, float] | None:
+    """The values of eps with which the formula gives every factor, None where there is none.
+
+    Every group allows an interval; the true eps lies in all of them.
+    """
+    base = np.broadcast_to(factors.statistics.base(formula), factors.factor.shape).ravel()
+    every = slice(None)
+    # Of many groups some are enough to see that no eps gives the factors of all.
+    few = slice(None, None, max(1, base.size // FEW_GROUPS))
+    for part in (few, every):
+        keep = (factors.informative & (factors.factor != 0)).ravel()[part]
+        found = _interval(
+            formula,
+            base[part][keep],
+            factors.factor.ravel()[part][keep],
+            factors.uncertainty.ravel()[part][keep] * formula.sensitivity,
+        )
+        if found is None or base.size <= FEW_GROUPS:
+            return found
+    return found
+
+
+def _interval(
+    formula: Formula, base: Floats, factor: Floats, off: Floats
+) -> tuple[float, float] | None:
+    """For groups of these variances and factors, off by up to so much."""
+    if not factor.size or not np.isfinite(base).all():
+        return None
+    if bool((factor + off <= 0).any()):
+        return None
+    _, a = formula.exponents
+    with np.errstate(all="ignore"):
+        least = (factor + off) ** (1 / a)
+        most = np.where(factor > off, np.maximum(factor - off, 1e-300) ** (1 / a), np.inf)
+    if formula.placement == "max":
+        if bool((most < base).any()):
+            return None
+        low = np.where(least > base, least, -np.inf)
+        high = most
+        # Clamped everywhere, it would be one factor for all: no statistics.
+        if bool((least > base).all()):
+            return None
+    elif formula.passes == 2:
+        with np.errstate(all="ignore"):
+            low, high = (
+                0.5 * (np.sqrt(np.maximum(base * base + 4 * (inner - base), 0.0)) - base)
+                for inner in (least, most)
+            )
+            low = np.where(least < base, -np.inf, low)
+        if bool((most < base).any()):
+            return None
+    else:
+        low, high = least - base, most - base
+    lowest, highest = float(low.max()), float(high.min())
+    if lowest > highest or highest < 0:
+        return None
+    return max(lowest, 0.0), highest
+
+
+def spread(values: Floats, shape: Sequence[int], sharing: Sharing, affine: Sequence[int]) -> Floats:
+    """A parameter along these dimensions, as it broadcasts against the tensor."""
+    dimensions = tuple(n if i in affine else 1 for i, n in enumerate(sharing.expanded))
+    full = np.asarray(values, dtype=np.float64).reshape(dimensions)
+    target = []
+    out = []
+    for axis in range(len(sharing.axes)):
+        own = sharing.dimensions(axis)
+        varies = any(i in affine for i in own)
+        target += [sharing.expanded[i] if varies else 1 for i in own]
+        out.append(shape[axis] if varies else 1)
+    return np.broadcast_to(full, target).reshape(out)

@@ -1,0 +1,495 @@
+"""Weights and biases that are not given: fitted to a sample, then to all data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .evidence import Floats, Pair, Statistics, rough_statistics, spread
+from .fit import Affine, AffineOf, Fit, Given, confirm, for_running, running_statistics, usual_eps
+from .hypotheses import (
+    CENTRED,
+    UNCENTRED,
+    Formula,
+    Sharing,
+    affine_choices,
+    is_known,
+    roundest,
+)
+from .least_squares import left_over, line
+from .sampling import (
+    COLUMNS,
+    ROWS,
+    Sample,
+    groups,
+    groups_at,
+    number_of,
+    offsets,
+    some,
+    summed,
+    varying,
+)
+
+__all__ = ["with_fitted_weights"]
+
+REFINED = 4
+"""So many sets of axes with as many weights are looked at closely where weights are fitted."""
+
+NEAR = 30.0
+"""How much worse than the best a set of axes may be on a sample before eps is fitted."""
+
+SCREENED_EPS = (1e-12, 1e-6, 1e-5, 1e-3)
+"""Values of eps that stand for all where weights are fitted to a sample."""
+
+MOST_LEADS = 48
+
+EXPLAINED = 0.2
+"""What a hypothesis must leave over at most, of the output's variance, to be looked at."""
+
+EVIDENCE_BITS = 60.0
+"""What a fit with fitted weights must explain beyond them, so that it is no chance."""
+
+
+def with_fitted_weights(
+    pair: Pair,
+    given: Given,
+    every: Sequence[Sharing],
+    affine_of: AffineOf,
+    weight: Floats | None,
+    bias: Floats | None,
+    limit: int,
+) -> list[Fit]:
+    """Fit what is missing of weight and bias for sets of axes that share them.
+
+    With fewer numbers than ``limit``, with which a map without statistics explains the output.
+    """
+    fitter = _Fitter(pair, affine_of, weight, bias, limit)
+    stages = (
+        [sharing for sharing in every if sharing.split is None],
+        [sharing for sharing in every if sharing.split is not None and is_known(sharing)],
+        [sharing for sharing in every if sharing.split is not None and not is_known(sharing)],
+    )
+    found: list[Fit] = []
+    given_statistics = list(running_statistics(pair, given))
+    for stage in stages:
+        found += fitter.fits(itertools.chain(given_statistics, rough_statistics(pair, stage)))
+        given_statistics = []
+        if any(fit.fits for fit in found):
+            break
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Lead:
+    """A set of axes with weights along others that came near on a sample."""
+
+    sharing: Sharing
+    dimensions: tuple[int, ...]
+    center: bool
+    with_bias: bool
+    family: str
+    """Which formulas: those of one power of the variance."""
+    score: float
+    """What is left over what rounding allows, for each element that is not used up."""
+    numbers: int
+    """How many numbers are fitted."""
+    free: bool
+    """Whether each weight meets one group alone."""
+    statistics: Statistics
+
+
+class _Fitter:
+    """Least squares for weight and bias on a sample, then on all data."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        affine_of: AffineOf,
+        weight: Floats | None,
+        bias: Floats | None,
+        limit: int = 0,
+    ) -> None:
+        self.pair = pair
+        self.limit = limit
+        self.affine_of = affine_of
+        self.weight = weight
+        self.bias = bias
+        self.y = pair.y if bias is None else pair.y - bias
+        self.slope = float(self.y.std()) / max(float(pair.x.std()), 1e-300)
+        self.random = np.random.default_rng(0)
+        self.samples: dict[Any, Sample] = {}
+
+    def fits(self, sources: Iterable[Statistics]) -> list[Fit]:
+        """The fits of fewest numbers, sought in the order of their numbers."""
+        leads = [lead for statistics in sources for lead in self.leads(statistics)]
+        leads = [lead for lead in leads if lead.numbers < self.limit]
+        near: list[_Lead] = []
+        for free in (False, True):
+            # Where each weight meets one group it takes up the factor, and the fit is perfect
+            # though eps is not known yet: that says nothing against the others.
+            own = sorted((lead for lead in leads if lead.free == free), key=lambda d: d.score)
+            most = max(NEAR * own[0].score, 1.0) if own else 0.0
+            near += [lead for lead in own[:MOST_LEADS] if lead.score <= most]
+        near.sort(key=lambda lead: (lead.numbers, lead.score))
+        found: list[Fit] = []
+        for _, alike in itertools.groupby(near, key=lambda lead: lead.numbers):
+            found += self.refined(list(alike)[:REFINED])
+            if any(fit.fits for fit in found):
+                break
+        return found
+
+    # ---- screening on a sample
+
+    def choices(self, sharing: Sharing) -> list[tuple[int, ...]]:
+        """The dimensions along which the weight may vary."""
+        if self.weight is not None or self.bias is not None:
+            return [affine.dimensions for affine in self.affine_of(sharing)]
+        found = affine_choices(sharing)
+        if sharing.split is not None:
+            own = set(sharing.dimensions(sharing.split))
+            axes = [set(sharing.dimensions(axis)) for axis in range(len(sharing.axes))]
+            found = [d for d in found if set(d) <= own or set(d) in axes]
+        return found
+
+    def leads(self, statistics: Statistics) -> Iterator[_Lead]:
+        sharing = statistics.sharing
+        kept = [i for i in varying(statistics) if sharing.expanded[i] > 1]
+        for dimensions in self.choices(sharing):
+            each = self.pair.x.size // max(number_of(sharing, dimensions), 1)
+            # Where each weight meets one group alone, weight and bias take up anything.
+            free = set(kept) <= set(dimensions)
+            if each < 2 or number_of(sharing, dimensions) >= self.limit:
+                continue
+            sample = self.sample(sharing, dimensions)
+            group = groups(statistics, sample, dimensions)
+            meansquare = statistics.meansquare.ravel()[group]
+            var = statistics.var.ravel()[group]
+            for center in (True, False):
+                d = sample.x - statistics.mean.ravel()[group] if center else sample.x
+                if sample.known is not None:
+                    d = d * sample.known
+                about = math.sqrt(float(meansquare.mean())) if center else 0.0
+                allowed = self._allowed(statistics, sample, about)
+                given = center or statistics.running
+                unit = self.pair.noise.unit
+                tried = list(_factors(var if given else meansquare, unit))
+                if not given:
+                    # The uncentred value over the centred deviation.
+                    tried += [("deviation", f) for k, f in _factors(var, unit) if k == "root"]
+                families, factors = [k for k, _ in tried], [f for _, f in tried]
+                if not factors:
+                    continue
+                lefts = sample.left(d, factors)
+                numbers = number_of(sharing, dimensions)
+                for with_bias in (0, 1):
+                    if with_bias and (self.bias is not None or free or each <= 2):
+                        continue
+                    if not with_bias and (self.weight is not None or (free and not center)):
+                        continue
+                    share = max(1 - (1 + with_bias) / sample.x.shape[1], 1e-9)
+                    best: dict[str, float] = {}
+                    for family, left in zip(families, lefts[with_bias].tolist(), strict=True):
+                        # The sums that it is the difference of leave these digits open.
+                        left = max(left, 1e-14 * float(sample.sums[1].sum()))
+                        best[family] = min(left, best.get(family, math.inf))
+                    ranked = sorted(best, key=lambda family: best[family])
+                    most = EXPLAINED * float(sample.sums[1 + with_bias].sum())
+                    most = min(most, NEAR * best[ranked[0]])
+                    for family in ["root"] if free else ranked[:2]:
+                        left = best[family]
+                        if left > most:
+                            continue
+                        yield _Lead(
+                            sharing,
+                            dimensions,
+                            center,
+                            bool(with_bias),
+                            family,
+                            left / allowed / share,
+                            numbers * (2 if with_bias and self.weight is None else 1),
+                            free,
+                            statistics,
+                        )
+
+    def _at(self, values: Floats, flat: NDArray[np.int64]) -> Floats:
+        return np.broadcast_to(values, self.pair.shape).reshape(-1)[flat]
+
+    def _allowed(self, statistics: Statistics, sample: Sample, about: float) -> float:
+        """About the sum of squares that rounding allows."""
+        noise, n = self.pair.noise, summed(statistics)
+        slope = self.slope
+        outputs = noise.relative(n) ** 2 * float(sample.sums[1].sum())
+        return max(outputs + sample.y.size * noise.bound(n, 0.0, slope, about) ** 2, 1e-300)
+
+    def sample(self, sharing: Sharing, dimensions: tuple[int, ...]) -> Sample:
+        # Along whole axes the sample does not depend on how others are split.
+        shape = sharing.expanded
+        axes = tuple(a for a in range(len(sharing.axes))
+                     if set(sharing.dimensions(a)) <= set(dimensions))  # fmt: skip
+        covered = {i for a in axes for i in sharing.dimensions(a)}
+        key: Any = axes if covered == set(dimensions) else (sharing.axes, dimensions)
+        found = self.samples.get(key)
+        if found is None:
+            others = tuple(i for i in range(len(shape)) if i not in dimensions)
+            rows = some(math.prod(shape[i] for i in dimensions), ROWS, self.random)
+            columns = some(math.prod(shape[i] for i in others), COLUMNS, self.random)
+            found = self.samples[key] = self.picked(shape, dimensions, rows, columns)
+        return found
+
+    def picked(
+        self,
+        shape: Sequence[int],
+        dimensions: Sequence[int],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+    ) -> Sample:
+        """The elements at these places along the weight's dimensions and along the others."""
+        others = [i for i in range(len(shape)) if i not in dimensions]
+        flat = offsets(shape, dimensions, rows)[:, None] + offsets(shape, others, columns)
+        pair = self.pair
+        valid = None if pair.mask is None else pair.mask.ravel()[flat]
+        y = self.y.ravel()[flat]
+        return Sample(
+            rows,
+            columns,
+            pair.x.ravel()[flat],
+            y if valid is None else np.where(valid, y, 0.0),
+            valid,
+            None if self.weight is None else self._at(self.weight, flat),
+        )
+
+    # ---- the formula and its eps, on elements of groups of every variance
+
+    def refined(self, leads: Sequence[_Lead]) -> list[Fit]:
+        trials = [trial for lead in leads for trial in self.trials(lead)]
+        trials.sort(key=lambda trial: trial.least)
+        near = [t for t in trials if t.least <= max(NEAR**2 * trials[0].least, 1.0)]
+        fits = [trial.fit(self) for trial in near[: 2 * REFINED]]
+        return [fit for fit in fits if fit is not None]
+
+    def trials(self, lead: _Lead) -> Iterator[_Trial]:
+        sharing, statistics = lead.sharing, lead.statistics
+        if not statistics.running:
+            statistics = self.pair.statistics(sharing)
+            lead = replace(lead, statistics=statistics)
+        shape = sharing.expanded
+        others = tuple(i for i in range(len(shape)) if i not in lead.dimensions)
+        rows = some(number_of(sharing, lead.dimensions), ROWS, self.random)
+        every = np.arange(math.prod(shape[i] for i in others))
+        if every.size > 1 << 16:
+            every = np.sort(self.random.choice(every.size, 1 << 16, replace=False))
+        first = groups_at(statistics, lead.dimensions, rows[:1], every)
+        value = (statistics.var if lead.center else statistics.meansquare).ravel()[first[0]]
+        order = np.argsort(value, kind="stable")
+        take = np.unique(np.linspace(0, order.size - 1, COLUMNS).round().astype(np.int64))
+        sample = self.picked(shape, lead.dimensions, rows, every[order[take]])
+        seen = set()
+        for formula in CENTRED if lead.center else UNCENTRED:
+            alike = formula.without_constant_factor()
+            if formula.passes == 2 or alike in seen or _family(formula) != lead.family:
+                continue
+            if statistics.running and not for_running(formula):
+                continue
+            if lead.free and not alike.plain:
+                # A weight for each group takes up whatever formula there is.
+                continue
+            seen.add(alike)
+            yield _Trial(self, lead, alike, sample)
+
+
+def _family(formula: Formula) -> str:
+    if formula.scale == "var":
+        return "var"
+    if formula.scale == "sqrt_std":
+        return "fourth root"
+    return "deviation" if formula.scale == "std" and not formula.center else "root"
+
+
+def _factors(value: Floats, unit: float) -> Iterator[tuple[str, Floats]]:
+    """The factors that are tried first, with an eps of every size that matters.
+
+    Args:
+        value: the variances, or mean squares, of the elements of a sample.
+        unit: the relative error of a rounding: a smaller eps changes no digit.
+    """
+    least, most = float(value.min()), float(value.max())
+    if most == 0:
+        return
+    safe = value
+    if least == 0:
+        safe = np.where(value > 0, value, np.inf)
+        least = float(safe.min())
+    middle = float(np.median(safe.ravel()[:: max(1, safe.size // 64)]))
+    if not math.isfinite(middle):
+        middle = most
+    root = np.sqrt(safe)
+    yield "root", 1.0 / root
+    own = (0.1 * middle, middle, 10 * middle) if most > 4 * least else (middle,)
+    for eps in (*SCREENED_EPS, *own):
+        if unit * least < eps < 100 * middle:
+            yield "root", 1.0 / np.sqrt(value + eps)
+    yield "var", 1.0 / safe
+    yield "var", 1.0 / (value + 0.3 * middle)
+    yield "fourth root", 1.0 / np.sqrt(root)
+    yield "fourth root", 1.0 / np.sqrt(root + 0.3 * math.sqrt(middle))
+
+
+class _Trial:
+    """A formula for a lead: the eps with which weights fit best, and between which they fit."""
+
+    def __init__(self, fitter: _Fitter, lead: _Lead, formula: Formula, sample: Sample) -> None:
+        pair, statistics = fitter.pair, lead.statistics
+        self.lead, self.formula, self.pair = lead, formula, pair
+        group = groups(statistics, sample, lead.dimensions)
+        self.y, self.valid = sample.y, sample.valid
+        self.d = sample.x - statistics.mean.ravel()[group] if lead.center else sample.x
+        self.fixed = sample.known is not None
+        if sample.known is not None:
+            self.d = self.d * sample.known
+        full = np.broadcast_to(statistics.base(formula), statistics.mean.shape)
+        self.base = full.ravel()[group]
+        about = np.sqrt(statistics.meansquare.ravel()[group]) if lead.center else 0.0
+        n = summed(statistics)
+        bound = pair.noise.bound(n, np.abs(self.y), sample.slope, about) * formula.sensitivity
+        square = np.square(np.broadcast_to(bound, self.y.shape))
+        if self.valid is not None:
+            square = np.where(self.valid, square, 0.0)
+        self.allowed = np.maximum(square.sum(1), 1e-300)
+        self.middle = float(np.median(self.base[self.base > 0])) if (self.base > 0).any() else 1.0
+        grid = {*usual_eps(formula, pair), *(self.middle * 10.0**k for k in range(-8, 4))}
+        if formula.placement == "max":
+            # Clamped everywhere, it would be one factor for all: no statistics.
+            grid = {eps for eps in grid if eps < float(self.base.max())} or {0.0}
+        self.tried = {eps: self.ratio(eps) for eps in grid}
+        self.least = min(total for total, _ in self.tried.values())
+
+    def ratio(self, eps: float) -> tuple[float, float]:
+        """What is left over what rounding allows: in all, and for the worst weight."""
+        _, a = self.formula.exponents
+        inner = np.maximum(self.base, eps) if self.formula.placement == "max" else self.base + eps
+        with np.errstate(all="ignore"):
+            factor = 1 / np.sqrt(inner) if a == -0.5 else inner**a
+        u = self.d * np.where(inner > 0, factor, 0.0)
+        left = left_over(u, self.y, self.valid, self.lead.with_bias, fixed=self.fixed)
+        return float(left.sum() / self.allowed.sum()), float((left / self.allowed).max())
+
+    def passes(self, eps: float) -> bool:
+        """Whether weights exist with which rounding explains all that is left."""
+        return self.ratio(eps)[1] <= 1.0
+
+    def fit(self, fitter: _Fitter) -> Fit | None:
+        """The fit on all data, None where it says nothing of statistics."""
+        usual = [eps for eps in usual_eps(self.formula, self.pair)
+                 if eps in self.tried and self.tried[eps][1] <= 1.0]  # fmt: skip
+        best, fitted = (usual[0], False) if usual else (self.nearest(), True)
+        if not self.passes(best):
+            return self.confirmed(fitter, best, (best, best), True)
+        interval = self.interval(best)
+        unbounded = interval[1] == math.inf and (not self.lead.center or fitted)
+        if unbounded or (fitted and best > 10 * self.middle):
+            # So large an eps makes the factor the same for all groups.
+            return None
+        if fitted:
+            around = 0.1 * (interval[1] - interval[0])
+            best = roundest(max(best - around, interval[0]), min(best + around, interval[1]))
+        return self.confirmed(fitter, best, interval, fitted)
+
+    def nearest(self) -> float:
+        """The eps with the least left over: a golden section around the best one tried."""
+        order = sorted(self.tried)
+        place = min(range(len(order)), key=lambda i: self.tried[order[i]][0])
+        low = order[max(place - 1, 0)] or self.middle * 1e-10
+        high = order[min(place + 1, len(order) - 1)]
+        left, right = math.log(max(low, 1e-300)), math.log(max(high, 1e-300))
+        golden = (math.sqrt(5) - 1) / 2
+        inside = [right - golden * (right - left), left + golden * (right - left)]
+        values = [self.ratio(math.exp(p))[0] for p in inside]
+        before = math.inf
+        for step in range(80):
+            if step % 8 == 7:
+                # Near a true eps what is left falls with the square of the distance.
+                if min(values) > 0.5 * before:
+                    break
+                before = min(values)
+            if values[0] <= values[1]:
+                right, inside[1], values[1] = inside[1], inside[0], values[0]
+                inside[0] = right - golden * (right - left)
+                values[0] = self.ratio(math.exp(inside[0]))[0]
+            else:
+                left, inside[0], values[0] = inside[0], inside[1], values[1]
+                inside[1] = left + golden * (right - left)
+                values[1] = self.ratio(math.exp(inside[1]))[0]
+            if right - left < 1e-15:
+                break
+        return math.exp((left + right) / 2)
+
+    def interval(self, eps: float) -> tuple[float, float]:
+        """Between which values of eps, around one that passes, all pass."""
+        return self.edge(eps, down=True), self.edge(eps, down=False)
+
+    def edge(self, eps: float, *, down: bool) -> float:
+        """The outer side of the border, from steps that grow until one does not pass."""
+        if down and self.passes(0.0):
+            return 0.0
+        limit = self.middle * 1e6
+        step = max(eps, self.middle * 1e-12) * 2.0**-50
+        inside = eps
+        while True:
+            # Below, steps become factors where they would reach zero.
+            outside = eps + step if not down else eps - step if step < eps / 2 else inside / 4
+            if not self.passes(outside):
+                break
+            if outside > limit:
+                return math.inf
+            inside, step = outside, step * 4
+        for _ in range(8):
+            middle = (inside + outside) / 2
+            if self.passes(middle):
+                inside = middle
+            else:
+                outside = middle
+        return outside
+
+    def confirmed(
+        self, fitter: _Fitter, eps: float, interval: tuple[float, float], fitted: bool
+    ) -> Fit | None:
+        """Weights fitted to all data, and every element held against them."""
+        pair, lead, formula = self.pair, self.lead, self.formula
+        sharing, statistics = lead.sharing, lead.statistics
+        shape = sharing.expanded
+        x, y = pair.x.reshape(shape), fitter.y.reshape(shape)
+        u = statistics.value(x, formula.center) * statistics.factor(formula, eps)
+        if fitter.weight is not None:
+            u = u * np.broadcast_to(fitter.weight, pair.shape).reshape(shape)
+        others = tuple(i for i in range(len(shape)) if i not in lead.dimensions)
+        valid = None if pair.mask is None else pair.mask.reshape(shape)
+        w, b, each, _ = line(u, y, valid, others, lead.with_bias, self.fixed)
+        (known,) = fitter.affine_of(sharing) if self.fixed or fitter.bias is not None else (None,)
+        picked = tuple(shape[i] for i in lead.dimensions)
+        weight = fitter.weight if self.fixed else spread(w, pair.shape, sharing, lead.dimensions)
+        bias = fitter.bias
+        if lead.with_bias:
+            bias = spread(b, pair.shape, sharing, lead.dimensions)
+        affine = Affine(
+            lead.dimensions,
+            known.weight if known is not None and self.fixed else w.reshape(picked),
+            b.reshape(picked) if lead.with_bias else None if known is None else known.bias,
+            "given" if self.fixed else "fitted",
+            "fitted" if lead.with_bias else "none" if fitter.bias is None else "given",
+            known.offset if known is not None else 0.0,
+        )
+        fit = confirm(
+            pair, statistics, formula, affine, weight, bias, eps, interval, fitted, leeway=2.0
+        )
+        fit = replace(fit, least=fit.misfit)
+        freedom = pair.x.size - affine.fitted - fit.eps_fitted
+        size = math.sqrt(float(np.square(fitter.y).mean()))
+        bits = freedom * math.log2(max(size / max(fit.tolerance, 1e-300), 1.0))
+        enough = bits >= EVIDENCE_BITS and float(each.min()) >= 1
+        return replace(fit, fits=fit.fits and enough)

@@ -1,0 +1,73 @@
+"""What explains an output without statistics: the input times numbers plus numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .evidence import Pair
+from .hypotheses import subsets, whole
+from .least_squares import line
+from .sampling import COLUMNS, ROWS, number_of, offsets, some
+
+__all__ = ["Map", "maps"]
+
+
+@dataclass(frozen=True)
+class Map:
+    """The output as the input times a number plus a number, along some axes."""
+
+    axes: tuple[int, ...]
+    with_bias: bool
+    free_parameters: int
+    trivial: bool
+    """So few elements share the numbers that any output is such a map."""
+
+
+def maps(pair: Pair) -> list[Map]:
+    """The maps without statistics that explain the output, those of fewest numbers first."""
+    shape = pair.shape
+    found = []
+    one = pair.noise.bound(2, np.abs(pair.y), 0.0)
+    if bool((np.abs(pair.y - pair.x) <= one).all()):
+        found.append(Map((), False, 0, False))
+    random = np.random.default_rng(0)
+    sharing = whole(shape, [])
+    sets = {tuple(i for i in axes if shape[i] > 1) for axes in ((), *subsets(len(shape)))}
+    for axes in sorted(
+        sets, key=lambda axes: (number_of(sharing, axes), _unusual(axes, len(shape)))
+    ):
+        numbers = number_of(sharing, axes)
+        each = pair.x.size // max(numbers, 1)
+        rows = some(numbers, ROWS, random)
+        columns = some(each, COLUMNS, random)
+        others = tuple(i for i in range(len(shape)) if i not in axes)
+        flat = offsets(shape, axes, rows)[:, None] + offsets(shape, others, columns)
+        for with_bias in (False, True):
+            if each < 1 + with_bias or each == 1:
+                continue
+            if not _is_map(pair, flat, with_bias):
+                continue
+            every = np.arange(pair.x.size).reshape(shape).transpose(*axes, *others)
+            every = every.reshape(numbers, each)
+            if _is_map(pair, every, with_bias):
+                fitted = numbers * (1 + with_bias)
+                found.append(Map(axes, with_bias, fitted, each <= 1 + with_bias))
+    return sorted(found, key=lambda m: (m.trivial, m.free_parameters))
+
+
+def _is_map(pair: Pair, places: NDArray[np.int64], with_bias: bool) -> bool:
+    """Whether each row of elements is one number times the input plus a number."""
+    x, y = pair.x.ravel()[places], pair.y.ravel()[places]
+    valid = None if pair.mask is None else pair.mask.ravel()[places]
+    w, b, _, left = line(x, y, valid, (1,), with_bias, False)
+    allowed = pair.noise.bound(2, np.abs(y), np.abs(w), 0.0, np.abs(b))
+    allowed = allowed + 4 * pair.noise.compute * np.abs(w * x)
+    return bool((np.abs(left) <= 2 * allowed).all())
+
+
+def _unusual(axes: tuple[int, ...], ndim: int) -> int:
+    """Zero for the axes that usually hold the channels."""
+    return 0 if axes == (1,) else 1 if axes == (ndim - 1,) else 2

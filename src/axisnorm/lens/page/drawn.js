@@ -1,0 +1,6 @@
+// Schemes on shapes, drawn small where the page has left room for them.
+
+for (const place of document.querySelectorAll("[data-drawn]")) {
+  const { text, shape } = DATA.drawn[Number(place.dataset.drawn)];
+  place.append(miniature(sizesOf(readScheme(text), shape), Number(place.dataset.cell ?? 12)));
+}

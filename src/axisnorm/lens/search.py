@@ -1,0 +1,284 @@
+"""The search for what was computed: candidates are screened cheaply, confirmed on all data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .evidence import (
+    SAMPLED,
+    Floats,
+    Pair,
+    Screened,
+    Statistics,
+    Sums,
+    eps_interval,
+    measure,
+    rough_statistics,
+    screen,
+)
+from .fit import (
+    Affine,
+    AffineOf,
+    Fit,
+    Given,
+    assignments,
+    confirm,
+    for_running,
+    running_statistics,
+    usual_eps,
+)
+from .fitting import with_fitted_weights
+from .hypotheses import CENTRED, UNCENTRED, Formula, Sharing, roundest, sharings
+from .maps import maps
+
+__all__ = ["known_fits", "nearest_screened", "ruled_out", "search"]
+
+KEPT = 24
+"""So many sets of axes that pass the screening are looked at closely, of small arrays more."""
+
+KEPT_ELEMENTS = 1 << 20
+
+
+def search(pair: Pair, given: Given, *, fitting: bool = True) -> list[Fit]:
+    """Every hypothesis that fits, and the nearest of those that do not.
+
+    Without fitted weights first: a hypothesis that needs none is simpler than any that does.
+    """
+    every = list(_distinct(sharings(pair.shape)))
+    found: list[Fit] = []
+    for affine_of, weight, bias in assignments(pair, given):
+        found += _with_known_weights(pair, given, every, affine_of, weight, bias)
+        if any(fit.fits and fit.affine.offset == 0 for fit in found) and weight is not None:
+            # The weight as it is fits: no need to try it around zero.
+            break
+    if not fitting or any(fit.fits for fit in found):
+        return found
+    limit = min((m.free_parameters for m in maps(pair) if not m.trivial), default=pair.x.size)
+    for affine_of, weight, bias in assignments(pair, given):
+        if given.weight is not None and given.bias is not None:
+            break
+        found += with_fitted_weights(pair, given, every, affine_of, weight, bias, limit)
+    return found
+
+
+def known_fits(pair: Pair, given: Given, *, whole_only: bool = False) -> Iterator[Fit]:
+    """The fits that need no fitted weights."""
+    every = [s for s in _distinct(sharings(pair.shape)) if s.split is None or not whole_only]
+    for affine_of, weight, bias in assignments(pair, given):
+        found = _with_known_weights(pair, given, every, affine_of, weight, bias)
+        yield from (fit for fit in found if fit.fits)
+
+
+def nearest_screened(pair: Pair, given: Given) -> float:
+    """How near the nearest set of whole axes comes: up to 1 it may be the one."""
+    every = [s for s in _distinct(sharings(pair.shape)) if s.split is None]
+    found = [
+        one.misfit / one.allowed
+        for affine_of, weight, bias in assignments(pair, given)
+        for one in screen(pair, [s for s in every if affine_of(s)], weight, bias)
+    ]
+    return min(found, default=math.inf)
+
+
+def ruled_out(pair: Pair, given: Given, best: Fit) -> Iterator[Fit]:
+    """The formula and parameters of a fit over other axes, and other formulas over its own."""
+    every = [s for s in _distinct(sharings(pair.shape)) if s.split is None]
+    if best.sharing.split is not None:
+        every.append(best.sharing)
+    weight, bias = best.weight_along, best.bias_along
+    axes = {a for a in range(len(pair.shape))
+            if set(best.sharing.dimensions(a)) & set(best.affine.dimensions)}  # fmt: skip
+    formulas = [replace(best.formula, passes=1), CENTRED[0], UNCENTRED[0], CENTRED[2]]
+    if best.affine.weight_from != "fitted":
+        # A fitted weight takes up a divisor.
+        formulas.insert(3, CENTRED[1])
+    for statistics in [*rough_statistics(pair, every), *running_statistics(pair, given)]:
+        own = statistics.sharing.key == best.sharing.key and statistics.running == best.running
+        dimensions = tuple(i for a in sorted(axes) for i in statistics.sharing.dimensions(a))
+        affine = replace(best.affine, dimensions=dimensions)
+        for formula in dict.fromkeys(formulas if own else formulas[:1]):
+            if own and formula == best.formula:
+                continue
+            if statistics.running and not for_running(formula):
+                continue
+            fit = confirm(
+                pair, statistics, formula, affine, weight, bias, best.eps,
+                (best.eps, best.eps), best.eps_fitted, sampled=True,
+            )  # fmt: skip
+            if not fit.fits:
+                yield fit
+
+
+def _distinct(candidates: Iterator[Sharing]) -> Iterator[Sharing]:
+    seen = set()
+    for sharing in candidates:
+        shared_size = sharing.group_size
+        if sharing.key not in seen and shared_size > 1:
+            seen.add(sharing.key)
+            yield sharing
+
+
+def _with_known_weights(
+    pair: Pair,
+    given: Given,
+    every: Sequence[Sharing],
+    affine_of: AffineOf,
+    weight: Floats | None,
+    bias: Floats | None,
+) -> Iterator[Fit]:
+    found = False
+    fitting = [sharing for sharing in every if affine_of(sharing)]
+    screened = screen(pair, fitting, weight, bias)
+    screened.sort(key=lambda s: s.misfit)
+    passed = [s for s in screened if s.misfit <= s.allowed]
+    scale = _scale(pair, weight, bias)
+    if scale is not None:
+        passed = list(_alike_in_all_groups(pair, passed, scale))
+    for one in passed[: max(KEPT, KEPT_ELEMENTS // pair.x.size)]:
+        statistics = pair.statistics(one.sharing)
+        (affine,) = affine_of(one.sharing)
+        for fit in _read_formulas(pair, statistics, one.center, affine, weight, bias):
+            found = True
+            yield fit
+    for statistics in running_statistics(pair, given):
+        for affine in affine_of(statistics.sharing):
+            for center in (True, False):
+                for fit in _read_formulas(pair, statistics, center, affine, weight, bias):
+                    found = True
+                    yield fit
+    if not found:
+        # The nearest, so that it can be said how near they come.
+        near = [one for one in screened if one.sharing.split is None] or screened
+        for one in near[:6]:
+            (affine,) = affine_of(one.sharing)
+            yield _nearest(pair, pair.statistics(one.sharing), one.center, affine, weight, bias)
+
+
+def _scale(pair: Pair, weight: Floats | None, bias: Floats | None) -> float | None:
+    """The number that the input, with weight and bias, was multiplied by; None where it was not."""
+    y = pair.y if bias is None else pair.y - bias
+    u = pair.x if weight is None else pair.x * weight
+    if pair.mask is not None:
+        u, y = u[pair.mask], y[pair.mask]
+    ratio = float((u * y).sum()) / max(float((u * u).sum()), 1e-300)
+    allowed = pair.noise.bound(2, np.abs(y), 0.0)
+    fits = float(np.square(y - ratio * u).sum()) <= 4 * float(np.square(allowed).sum())
+    return ratio if fits and ratio > 0 else None
+
+
+def _alike_in_all_groups(
+    pair: Pair, passed: Sequence[Screened], scale: float
+) -> Iterator[Screened]:
+    """Of those that do not centre the ones whose groups could have one factor."""
+    sums = Sums(np.square(pair.x)[None])
+    for one in passed:
+        if not one.center:
+            n = one.sharing.group_size
+            values = sums.of(one.sharing, thin=True) / n
+            least, most = float(values.min()), float(values.max())
+            # One factor for variances so different is possible where eps is much larger.
+            inner = max(scale**power / most ** (-power / 2) for power in (-1.0, -2.0))
+            if most - least > 16 * pair.noise.relative(n) * most * max(1.0, inner):
+                continue
+        yield one
+
+
+def _read_formulas(
+    pair: Pair,
+    statistics: Statistics,
+    center: bool,
+    affine: Affine,
+    weight: Floats | None,
+    bias: Floats | None,
+) -> Iterator[Fit]:
+    """The formulas that give the factor of every group, with the eps that the factors show."""
+    formulas = list(CENTRED if center else UNCENTRED)
+    if statistics.running:
+        formulas = [formula for formula in formulas if for_running(formula)]
+    if pair.x.size > SAMPLED:
+        few = measure(pair, statistics, center, weight, bias, sampled=True)
+        possible = any(eps_interval(few, formula) is not None for formula in formulas)
+        if not possible and _free_correction(few, statistics, center) is None:
+            return
+    factors = measure(pair, statistics, center, weight, bias)
+    correction = _free_correction(factors, statistics, center)
+    if correction is not None:
+        formulas.append(Formula(center, "auto", correction, "variance"))
+    for formula in formulas:
+        interval = eps_interval(factors, formula)
+        if interval is None:
+            continue
+        nearest = factors.nearest_eps(formula, interval)
+        for eps, fitted in _eps_choices(interval, nearest, formula, pair):
+            fit = confirm(pair, statistics, formula, affine, weight, bias, eps, interval, fitted)
+            if fit.fits:
+                yield replace(fit, least=factors.misfit_of(formula, nearest))
+                break
+
+
+def _free_correction(factors: Any, statistics: Statistics, center: bool) -> float | None:
+    """A divisor n - c that is neither n nor n - 1: 1 / factor^2 is a line in the variance."""
+    keep = factors.informative & (factors.factor > 0)
+    own = factors.statistics
+    variance = np.broadcast_to(own.var if center else own.meansquare, factors.factor.shape)[keep]
+    n = statistics.count
+    if statistics.running or not isinstance(n, float) or variance.size < 3 or n < 4:
+        return None
+    inverse = factors.factor[keep] ** -2.0
+    off = 2 * factors.uncertainty[keep] / factors.factor[keep] * inverse
+    scale = 1.0 / np.maximum(off, 1e-300)
+    columns = np.stack([variance * scale, scale], 1)
+    (slope, _), *_ = np.linalg.lstsq(columns, inverse * scale, rcond=None)
+    if not slope > 0:
+        return None
+    correction = n * (1 - 1 / slope)
+    rounded = float(round(correction))
+    near = 1.5 < correction < n - 1
+    if near and abs(correction - rounded) < 0.05 * max(1.0, correction) and rounded < n:
+        return rounded
+    return None
+
+
+def _eps_choices(
+    interval: tuple[float, float], nearest: float, formula: Formula, pair: Pair
+) -> Iterator[tuple[float, bool]]:
+    """Values of eps in the interval with whether they are fitted: those in use come first."""
+    low, high = interval
+    for eps in usual_eps(formula, pair):
+        if low <= eps <= high:
+            yield eps, False
+    if math.isfinite(high) and high > 0:
+        around = 0.1 * (high - low)
+        yield roundest(max(nearest - around, low), min(nearest + around, high)), True
+        yield nearest, True
+
+
+def _nearest(
+    pair: Pair,
+    statistics: Statistics,
+    center: bool,
+    affine: Affine,
+    weight: Floats | None,
+    bias: Floats | None,
+) -> Fit:
+    """The plain formula with the eps that comes nearest, for what does not fit."""
+    formula = (CENTRED if center else UNCENTRED)[0]
+    factors = measure(pair, statistics, center, weight, bias, sampled=True)
+    keep = factors.informative & (factors.factor > 0)
+    eps = 1e-5
+    if keep.any():
+        shown = factors.factor[keep] ** -2.0
+        base = factors.statistics.base(formula)
+        shown = shown - np.broadcast_to(base, factors.factor.shape)[keep]
+        middle = float(np.median(shown))
+        if 1e-12 < middle < 1.0:
+            eps = roundest(middle * 0.999, middle * 1.001)
+    fit = confirm(
+        pair, statistics, formula, affine, weight, bias, eps, (eps, eps), True, sampled=True
+    )
+    return replace(fit, fits=False)

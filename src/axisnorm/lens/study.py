@@ -1,0 +1,562 @@
+"""What one input and output show: hypotheses in the order in which they are believed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..scheme import Scheme
+from .deciding import decisions
+from .digits import computed_in, rounding_order
+from .evidence import UNITS, Floats, Noise, Pair, double, printed_decimals
+from .fit import Fit, Given, machine_eps, places
+from .hypotheses import (
+    CENTRED,
+    UNCENTRED,
+    USUAL_EPS,
+    Sharing,
+    is_known,
+    named_like,
+    published,
+    sharings,
+)
+from .identification import Candidate, Decision, Identification, axes_in_words
+from .maps import Map, maps
+from .mistakes import mistake_of, twice
+from .naming import affine_axes, in_words
+from .search import known_fits, nearest_screened, ruled_out, search
+
+__all__ = ["Study", "map_in_words"]
+
+LISTED = 24
+"""So many candidates are kept, those that fit first."""
+
+NEAREST = 6
+"""So many candidates are kept where none fits."""
+
+PLAUSIBLE_EPS = 0.01
+"""A fitted eps above this is no eps that anyone chose, unless it is small beside the variance."""
+
+PLAUSIBLE_SHARE = 0.05
+
+CLEARLY_WORSE = 3.0
+"""A fit whose differences are this many times larger on average is none, given enough elements."""
+
+ENOUGH_ELEMENTS = 64
+
+SLOPPY = 8.0
+"""So much further off is an output that was computed without care for rounding."""
+
+NEARLY = 32.0
+"""A misfit above this is none that carelessness explains."""
+
+MASKED = 0.01
+"""A smaller share of outputs that are 0 is no mask: in half types some are by chance."""
+
+FIRST_NORMS = 6
+"""So many norms that may have come first are looked at closely."""
+
+COMPOSED_ELEMENTS = 1 << 18
+"""Norms of norms are sought in arrays up to this size."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """Fits with how they were come by."""
+
+    fits: list[Fit]
+    pair: Pair
+    notes: tuple[str, ...] = ()
+    first: Scheme | None = None
+    last_plain: bool = False
+    """Whether what follows is far-fetched: a map without statistics is plainer."""
+
+
+class Study:
+    """What one pair of arrays shows."""
+
+    def __init__(self, pair: Pair, given: Given, dtypes: tuple[str, ...]) -> None:
+        self.pair = pair
+        self.given = given
+        self.dtypes = (dtypes[0], dtypes[1])
+        self.nearest: list[Fit] = []
+        self.maps: list[Map] = []
+        digits = printed_decimals(pair.y, self.dtypes[1])
+        self.rough = [] if digits is None else list(self.printed(digits))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.pair.shape
+
+    def result(self) -> Identification:
+        found = self.found()
+        if found is None:
+            return self.nothing()
+        own_maps = maps(found.pair)
+        fits = self.ranked(found)
+        best = fits[0]
+        least = min((m.free_parameters for m in own_maps if not m.trivial), default=None)
+        if own_maps and own_maps[0].free_parameters == 0 and best.affine.fitted == 0:
+            return self.identity(found, fits)
+        small = best.affine.fitted == 0 and not self.implausible(best)
+        if least is not None and least <= best.free_parameters - small:
+            return self.map_only(own_maps, found.pair)
+        if self.says_nothing(best, fits):
+            return self.map_only(own_maps, found.pair)
+        return self.identified(found, fits)
+
+    # ---- the search
+
+    def found(self) -> _Found | None:
+        """The first explanation, the plainest first."""
+        for attempt in self.attempts():
+            fits = [fit for fit in attempt.fits if fit.fits]
+            if fits:
+                found = replace(attempt, fits=fits)
+                if all(self.varies_along_batch(fit) for fit in fits):
+                    return self.without_batch_weights() or found
+                return found
+            if not self.nearest:
+                self.nearest = sorted(attempt.fits, key=lambda fit: fit.misfit)
+            if attempt.last_plain:
+                self.maps = self.plain_maps()
+                if any(not m.trivial for m in self.maps):
+                    break
+        return None
+
+    def varies_along_batch(self, fit: Fit) -> bool:
+        """Whether a fitted weight has values for each sample: seldom meant, often a mask."""
+        own = set(fit.sharing.dimensions(0)) & set(fit.affine.dimensions)
+        return fit.affine.fitted > 0 and len(self.shape) > 1 and bool(own)
+
+    def without_batch_weights(self) -> _Found | None:
+        """A mask or a second norm in place of weights for each sample."""
+        for attempt in itertools.chain(self.masked(fitting=False), self.composed()):
+            fits = [fit for fit in attempt.fits if fit.fits]
+            if fits:
+                return replace(attempt, fits=fits)
+        return None
+
+    def plain_maps(self) -> list[Map]:
+        """The maps without statistics that fit, where any do with the least of rounding."""
+        for pair in (self.pair, *self.rough):
+            found = maps(pair)
+            if any(not m.trivial for m in found):
+                return found
+        return maps(self.pair)
+
+    def attempts(self) -> Iterator[_Found]:
+        pair, given = self.pair, self.given
+        if not self.rough:
+            yield _Found(search(pair, given), pair)
+        else:
+            # What was printed with few decimals is that far off, unless it is a whole number of
+            # them by its own.
+            exact = _Found(search(pair, given, fitting=False), pair)
+            if any(fit.fits and not fit.free_parameters for fit in exact.fits):
+                yield exact
+            for rough in self.rough:
+                note = (
+                    f"The output has {rough.decimals} decimals: it is taken to be rounded to "
+                    f"them, off by up to {rough.noise.quantum:g}."
+                )
+                yield _Found(search(rough, given), rough, (note,))
+            yield _Found(search(pair, given), pair)
+        yield from self.with_fitted_parameters(pair)
+        yield from self.sloppy(fitting=False)
+        yield _Found([], pair, last_plain=True)
+        yield from self.sloppy(fitting=True)
+        yield from self.masked()
+        yield from self.composed()
+
+    def printed(self, digits: int) -> Iterator[Pair]:
+        """Computed in the type of the arrays, then in float32, before it was printed."""
+        noise, quantum = self.pair.noise, 0.5 * 10.0**-digits
+        inputs = printed_decimals(self.pair.x, self.dtypes[0])
+        input_quantum = 0.0
+        if inputs is not None and abs(inputs - digits) <= 1:
+            input_quantum = 0.5 * 10.0**-inputs
+        noise = replace(noise, quantum=quantum, input_quantum=input_quantum)
+        yield replace(self.pair, noise=noise, decimals=digits)
+        single = UNITS["float32"]
+        if noise.compute < single:
+            noise = replace(noise, unit=single, compute=single)
+            yield replace(self.pair, noise=noise, decimals=digits)
+
+    def with_fitted_parameters(self, pair: Pair) -> Iterator[_Found]:
+        """Without the parameters that came: perhaps others were used."""
+        given = self.given
+        if given.weight is None and given.bias is None:
+            return
+        bare = Given(None, None, given.running_mean, given.running_var)
+        names = " and ".join(
+            name for name, p in (("weight", given.weight), ("bias", given.bias)) if p is not None
+        )
+        note = f"The given {names} did not make this output. What is said here fits without."
+        yield _Found(search(pair, bare), pair, (note,))
+
+    def masked(self, *, fitting: bool = True) -> Iterator[_Found]:
+        """Some outputs may have been set to zero afterwards."""
+        zero = self.pair.y == 0
+        count = int(zero.sum())
+        if not MASKED <= count / zero.size <= 1 - MASKED:
+            return
+        what = "ReLU" if float(self.pair.y.min()) == 0 else "mask"
+        for inside in (False, True):
+            pair = replace(self.pair, mask=~zero, masked_statistics=inside)
+            where = "left out of the statistics too" if inside else "counted in the statistics"
+            note = f"{count:,} outputs are 0, as after a {what}; these elements are {where}."
+            yield _Found(search(pair, self.given, fitting=fitting), pair, (note,))
+
+    def composed(self) -> Iterator[_Found]:
+        """A norm may have been applied to the output of another one, or of itself."""
+        pair = self.pair
+        if pair.x.size > COMPOSED_ELEMENTS:
+            return
+        given = Given(self.given.weight, self.given.bias)
+        near = []
+        for first, middle in self.first_norms():
+            # Before its eps is known, the first norm is only nearly right.
+            noise = replace(pair.noise, compute=max(pair.noise.compute, 1e-4))
+            off = nearest_screened(replace(pair, x=middle, noise=noise), given)
+            if off <= 1:
+                near.append((off, first))
+        near.sort(key=lambda one: one[0])
+        for (_, first), eps in itertools.product(near[:FIRST_NORMS], USUAL_EPS[:6]):
+            scheme = first.replace(eps=eps)
+            after = replace(pair, x=self.normalized(scheme))
+            fits = list(known_fits(after, given, whole_only=True))
+            if fits:
+                yield _Found(fits, after, (), scheme)
+                return
+
+    def first_norms(self) -> Iterator[tuple[Scheme, Floats]]:
+        weight = self.given.weight
+        for sharing in sharings(self.shape):
+            if sharing.split is not None or sharing.group_size < 2:
+                continue
+            for center in (True, False):
+                for dimensions in self.own_dimensions(sharing, weight):
+                    scheme = sharing.scheme(dimensions, center=center, eps=1e-5)
+                    yield scheme, self.normalized(scheme)
+
+    def own_dimensions(self, sharing: Sharing, weight: Floats | None) -> list[tuple[int, ...]]:
+        known = weight if weight is not None else self.given.bias
+        if known is None:
+            return [()]
+        found = [place.dimensions(sharing) for place in places(known, self.shape)]
+        return [dimensions for dimensions in found if dimensions is not None]
+
+    def normalized(self, scheme: Scheme) -> Floats:
+        own = scheme.layout(len(self.shape)).sizes(self.shape).affine_shape
+        parameters = [
+            None if p is None or not scheme.affine else p.reshape(own)
+            for p in (self.given.weight, self.given.bias)
+        ]
+        return double(reference.forward(self.pair.x, scheme, *parameters)[0])
+
+    def sloppy(self, *, fitting: bool) -> Iterator[_Found]:
+        """Computed in a narrower type than the arrays have, or with sums that lose digits."""
+        noise, single = self.pair.noise, UNITS["float32"]
+        if noise.twice_rounded:
+            own = Noise(4 * noise.unit, noise.unit / 4, smallest=noise.smallest)
+            said = f"Only a computation in {self.pair.y_dtype} itself explains the differences."
+            rough = [(own, said)]
+        else:
+            own = replace(noise, slack=SLOPPY, offset=SLOPPY)
+            said = "The output is further off than careful arithmetic of its type explains."
+            rough = [(own, said)]
+            if noise.compute < single:
+                own = replace(noise, unit=single, compute=single)
+                rough.append((own, "The output is only as exact as a computation in float32."))
+        for own, said in rough:
+            near = min((fit.misfit for fit in self.nearest), default=math.inf)
+            if fitting and near * noise.unit > NEARLY * own.unit:
+                continue
+            pair = self.pair.with_noise(own)
+            yield _Found(search(pair, self.given, fitting=fitting), pair, (said,))
+
+    # ---- what fits, in order
+
+    def ranked(self, found: _Found) -> list[Fit]:
+        fits = found.fits
+        if found.pair.x.size >= ENOUGH_ELEMENTS:
+            least = min(fit.least for fit in fits)
+            # Where rounding the output is most of the error, it takes few values: these may lie
+            # near one formula by chance.
+            coarse = found.pair.noise.unit > found.pair.noise.compute or found.pair.decimals
+            floor = 0.35 if coarse else 0.05
+            fits = [fit for fit in fits if fit.least <= max(CLEARLY_WORSE * least, floor)]
+        plain = [fit for fit in fits if fit.formula.passes == 1]
+        ordered = sorted(plain or fits, key=lambda fit: self.rank(fit))
+        # Of what no one would have chosen, the plain formula alone says enough.
+        return [
+            fit
+            for fit in ordered
+            if fit is ordered[0]
+            or not self.implausible(fit)
+            or (fit.formula.scale == "auto" and fit.sharing.split is None)
+        ]
+
+    def implausible(self, fit: Fit) -> bool:
+        """Whether its eps is one that no one would have chosen."""
+        if not fit.eps_fitted or fit.eps <= PLAUSIBLE_EPS:
+            return False
+        base = fit.statistics.base(fit.formula)
+        return fit.eps > PLAUSIBLE_SHARE * float(np.median(base))
+
+    def rank(self, fit: Fit) -> tuple[Any, ...]:
+        formulas = CENTRED if fit.formula.center else UNCENTRED
+        place = formulas.index(fit.formula) if fit.formula in formulas else len(formulas)
+        scheme = self.scheme(fit)
+        named = bool(self.norms(scheme))
+        return (
+            fit.free_parameters, self.implausible(fit), fit.running, not named, place,
+            fit.sharing.split is not None, not fit.formula.center,
+        )  # fmt: skip
+
+    def scheme(self, fit: Fit, sharing: Sharing | None = None) -> Scheme:
+        """The fit as a scheme, on the axes of another sharing of the same elements if given."""
+        dimensions = fit.affine.dimensions
+        if sharing is not None and sharing is not fit.sharing:
+            moved: list[int] = []
+            for axis in range(len(self.shape)):
+                own, other = fit.sharing.dimensions(axis), sharing.dimensions(axis)
+                used = [k for k, i in enumerate(own) if i in dimensions]
+                whole = len(used) == len(own) or len(own) != len(other)
+                moved += other if used and whole else [other[k] for k in used]
+            dimensions = tuple(moved)
+        eps: float | None = fit.eps
+        if not fit.formula.center and fit.formula.scale == "auto" and eps == machine_eps(self.pair):
+            eps = None
+        return (sharing or fit.sharing).scheme(
+            dimensions,
+            **fit.formula.constants,
+            eps=eps,
+            weight_offset=fit.affine.offset,
+            statistics="running" if fit.running else "batch",
+        )
+
+    def norms(self, scheme: Scheme) -> tuple[str, ...]:
+        """The published norms that compute this."""
+        half = self.pair.noise.twice_rounded
+        found = published(
+            scheme, self.shape, without_affine=not scheme.affine, any_rounding=not half
+        )
+        return tuple(found)
+
+    def says_nothing(self, best: Fit, fits: Sequence[Fit]) -> bool:
+        """Whether an eps that no one chose is all that gives the scale, in every group alike."""
+        if not self.implausible(best) or best.affine.fitted:
+            return False
+        statistics = self.pair.statistics(best.sharing)
+        values = statistics.var if best.formula.center else statistics.meansquare
+        return float(values.max() - values.min()) <= 1e-6 * float(values.max())
+
+    # ---- results
+
+    def identified(self, found: _Found, fits: Sequence[Fit]) -> Identification:
+        every = list(sharings(self.shape))
+        candidates: list[Candidate] = []
+        seen: set[Any] = set()
+        for fit in fits:
+            same = [fit.sharing]
+            if not fit.running:
+                same += named_like(fit.sharing, every)
+            for sharing in self.by_name(same):
+                scheme = self.scheme(fit, sharing)
+                if self.usual_form(scheme) in seen:
+                    continue
+                seen.add(self.usual_form(scheme))
+                candidates.append(self.candidate(fit, scheme, found))
+        best = candidates[0]
+        best, rounded = self.with_rounding(found, fits[0], best)
+        candidates = [best, *rounded, *candidates[1:]]
+        notes = [*found.notes, *self.notes(found, fits[0], best)]
+        others = [c for c in self.others(found) if self.usual_form(c.scheme) not in seen]
+        candidates = (candidates + others)[:LISTED]
+        result = Identification(
+            tuple(candidates), best, self.shape, self.dtypes, notes=tuple(notes)
+        )
+        fitted = fits[0].affine.weight_from == "fitted"
+        return replace(result, decisions=tuple(decisions(result, fitted=fitted)))
+
+    def by_name(self, same: Sequence[Sharing]) -> list[Sharing]:
+        return sorted(same, key=lambda sharing: not is_known(sharing))
+
+    def usual_form(self, scheme: Scheme) -> Any:
+        """Two are the same norm for every shape of this rank if and only if these are equal."""
+        layout = scheme.layout(len(self.shape))
+        axes = tuple(tuple((part.size, part.reduced) for part in axis) for axis in layout.axes)
+        return axes, layout.affine, scheme.replace(axes="[d]", affine="")
+
+    def candidate(self, fit: Fit, scheme: Scheme, found: _Found) -> Candidate:
+        sizes = scheme.layout(len(self.shape)).sizes(self.shape)
+        mistake = mistake_of(scheme, self.shape)
+        first = found.first
+        if fit.formula.passes == 2:
+            first = scheme
+        if first is not None:
+            mistake = twice(scheme, first)
+        shape = sizes.affine_shape
+        weight, bias = (
+            None if p is None or p.size != math.prod(shape) else p.reshape(shape)
+            for p in (fit.affine.weight, fit.affine.bias)
+        )
+        code, meant = mistake or (None, None)
+        return Candidate(
+            scheme,
+            in_words(scheme, self.shape),
+            sizes.layout.reduced_axes,
+            fit.residual,
+            fit.mean_residual,
+            fit.tolerance,
+            fit.free_parameters,
+            fit.fits,
+            fit.interval,
+            code,
+            meant,
+            norms=self.norms(scheme),
+            affine_axes=affine_axes(sizes),
+            weight=weight,
+            bias=bias,
+            weight_from=fit.affine.weight_from,
+            bias_from=fit.affine.bias_from,
+            first=first,
+            computed_in=computed_in(found.pair, fit, self.dtypes[1]),
+        )
+
+    def others(self, found: _Found) -> list[Candidate]:
+        """What was ruled out: the same formula over other axes."""
+        best = found.fits[0]
+        shown: list[Candidate] = []
+        if found.first is not None or found.pair.mask is not None:
+            return shown
+        fitting = {(fit.sharing.key, fit.running, fit.formula) for fit in found.fits}
+        for fit in ruled_out(found.pair, self.given, best):
+            if (fit.sharing.key, fit.running, fit.formula) in fitting:
+                continue
+            scheme = self.scheme(fit)
+            shown.append(self.candidate(fit, scheme, replace(found, first=None)))
+        return sorted(shown, key=lambda c: c.residual)
+
+    def with_rounding(
+        self, found: _Found, fit: Fit, best: Candidate
+    ) -> tuple[Candidate, list[Candidate]]:
+        """In half types: whether the normalized value was rounded before weight and bias."""
+        if not found.pair.noise.twice_rounded or fit.weight_along is None:
+            return best, []
+        early = replace(best, scheme=best.scheme.replace(rounding="before_affine"))
+        early = replace(early, norms=self.norms(early.scheme))
+        if fit.affine.weight_from != "given":
+            return best, [early]
+        order = rounding_order(found.pair, fit)
+        if order is None:
+            return best, [early]
+        return (early if order == "before_affine" else best), []
+
+    def notes(self, found: _Found, fit: Fit, best: Candidate) -> Iterator[str]:
+        interval = best.eps_interval
+        if interval is not None:
+            inside = [eps for eps in USUAL_EPS[:6] if interval[0] <= eps <= interval[1]]
+            if not math.isfinite(interval[1]):
+                yield "eps is not determined: on this input any value gives the same output."
+            elif len(inside) > 1:
+                *most, last = [f"{eps:g}" for eps in sorted(inside)]
+                yield (
+                    f"eps lies between {interval[0]:.3g} and {interval[1]:.3g}: of the values in "
+                    f"use it may be {', '.join(most)} or {last}."
+                )
+        if fit.affine.weight_from == "fitted":
+            yield (
+                "The weight was fitted, so what only scales the output cannot be seen: the "
+                "divisor n or n - 1, and whether the weight is stored as w or as 1 + w."
+            )
+        if best.scheme.weight_offset:
+            yield "The given weight is stored around zero: 1 is added to it."
+        if fit.weight_along is not None and not best.scheme.affine:
+            yield "Weight and bias are one number each."
+        given_running = self.given.running_mean is not None
+        if given_running and not fit.running:
+            yield "The running statistics were not used: these are the statistics of the batch."
+        if fit.running:
+            yield "The running statistics were used, not those of the batch."
+        if fit.silent_groups:
+            groups = math.prod(fit.sharing.expanded[i] for i in fit.sharing.kept)
+            one = fit.silent_groups == 1
+            yield (
+                f"{fit.silent_groups:,} of {groups:,} groups {'is' if one else 'are'} constant "
+                f"and say{'s' if one else ''} nothing."
+            )
+
+    # ---- when there is no norm to name
+
+    def identity(self, found: _Found, fits: Sequence[Fit]) -> Identification:
+        result = self.identified(found, fits)
+        reason = (
+            "The output is the input: nothing was normalized, or the input was normalized "
+            "already and what fits below changes nothing."
+        )
+        return replace(result, best=None, reason=reason, decisions=())
+
+    def map_only(self, found_maps: Sequence[Map], pair: Pair) -> Identification:
+        own = found_maps[0] if found_maps else Map((), True, 2, False)
+        what = map_in_words(own.axes, len(self.shape))
+        reason = f"The output is {what}: statistics not identifiable from this batch."
+        notes = []
+        if own.trivial:
+            each = self.pair.x.size // math.prod(self.shape[i] for i in own.axes)
+            notes.append(
+                f"{each} elements share each weight and bias: any output of this shape is such "
+                "a map. Give weight and bias, or a larger input."
+            )
+        decision = Decision(
+            (),
+            2.0 * self.pair.x + 1.0 if self.pair.x.size <= 64 else np.zeros(0),
+            (),
+            "Run it on 2 * x + 1. An output that stays the same, but for eps, is normalized with "
+            "the statistics of the batch; one that follows the input uses stored ones, or none.",
+        )
+        return Identification(
+            tuple(self.near()), None, self.shape, self.dtypes, reason, tuple(notes), (decision,)
+        )
+
+    def near(self) -> list[Candidate]:
+        found = _Found([], self.pair)
+        kept = [fit for fit in self.nearest if not fit.fits and not fit.affine.fitted][:NEAREST]
+        return [self.candidate(fit, self.scheme(fit), found) for fit in kept]
+
+    def nothing(self) -> Identification:
+        own = self.maps
+        if own and own[0].free_parameters == 0:
+            reason = "The output is the input: nothing was normalized."
+            return Identification(tuple(self.near()), None, self.shape, self.dtypes, reason=reason)
+        if own:
+            return self.map_only(own, self.pair)
+        near = self.near()
+        reason = "Nothing that was tried fits."
+        if near:
+            reason += (
+                f" The nearest is '{near[0].scheme}', off by up to {near[0].residual:.2g} where "
+                f"rounding explains {near[0].tolerance:.2g}."
+            )
+        return Identification(tuple(near), None, self.shape, self.dtypes, reason)
+
+
+def map_in_words(axes: Sequence[int], ndim: int) -> str:
+    """What numbers that vary along these axes do.
+
+    >>> map_in_words((1,), 4), map_in_words((0, 1), 4)
+    ('a per-channel affine map', 'an affine map for each index of axes 0, 1')
+    """
+    if not axes:
+        return "one affine map of all elements"
+    if tuple(axes) in ((1,), (ndim - 1,)):
+        return "a per-channel affine map"
+    return f"an affine map for each index of {axes_in_words(axes)}"

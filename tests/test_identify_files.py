@@ -1,0 +1,261 @@
+"""identify on the command line: what files may hold, and what they may not."""
+
+import json
+import os
+import pickle
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from axisnorm import Scheme, reference
+from axisnorm.__main__ import main
+from axisnorm.lens.files import arrays_of, read
+from axisnorm.scheme import ArgumentError
+
+
+class Marked:
+    """Unpickling it leaves a trace."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def arrays():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(6, 5, 8)).astype(np.float32)
+    weight = random.uniform(0.5, 1.5, 8).astype(np.float32)
+    bias = random.normal(size=8).astype(np.float32)
+    y, _ = reference.forward(x, Scheme.layer_norm(), weight, bias)
+    return {"x": x, "y": y, "weight": weight, "bias": bias}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, arrays):
+    monkeypatch.chdir(tmp_path)
+    for name, array in arrays.items():
+        np.save(f"{name}.npy", array)
+    np.savez("all.npz", **arrays)
+    np.savez("others.npz", a=arrays["x"], b=arrays["y"])
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    torch.save(tensors, "all.pt")
+    torch.save({"inside": [tensors["x"], {"y": tensors["y"]}]}, "nested.pt")
+    torch.save(tensors["y"], "y.pth")
+    save_safetensors("all.safetensors", {k: ("F32", v) for k, v in arrays.items()})
+    return tmp_path
+
+
+def save_safetensors(path, arrays):
+    header, data = {}, b""
+    for name, (kind, array) in arrays.items():
+        raw = array.tobytes()
+        header[name] = {"dtype": kind, "shape": list(array.shape),
+                        "data_offsets": [len(data), len(data) + len(raw)]}  # fmt: skip
+        data += raw
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + data)
+
+
+def run(capsys, *arguments):
+    try:
+        status = main(["identify", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (("x.npy", "y.npy"), False),
+        (("x.npy", "y.npy", "--weight", "weight.npy", "--bias", "bias.npy"), True),
+        (("all.npz",), True),
+        (("all.npz:x", "all.npz:y"), False),
+        (("others.npz:a", "others.npz:b", "--weight", "all.npz:weight", "--bias=bias.npy"), True),
+        (("all.pt",), True),
+        (("nested.pt:inside.0", "nested.pt:inside.1.y"), False),
+        (("x.npy", "y.pth"), False),
+        (("all.safetensors",), True),
+        (("all.safetensors:x", "all.pt:y"), False),
+    ],
+)
+def test_files(capsys, folder, arguments, given):
+    status, out, err = run(capsys, *arguments, "--json")
+    assert (status, err) == (0, "")
+    best = json.loads(out)["best"]
+    assert best["scheme"] == "... [d]; affine=d"
+    assert best["weight"]["from"] == best["bias"]["from"] == ("given" if given else "fitted")
+    status, out, err = run(capsys, *arguments)
+    assert (status, err) == (0, "") and "one mean a token" in out and "\x1b" not in out
+
+
+def test_running_statistics_from_files(capsys, folder):
+    random = np.random.default_rng(1)
+    x, mean, var = random.normal(size=(6, 5)), random.normal(size=5), random.uniform(1, 2, 5)
+    scheme = Scheme.batch_norm(affine="", statistics="running")
+    y, _ = reference.forward(x, scheme, running_mean=mean, running_var=var)
+    for name, array in (("x", x), ("y", y), ("m", mean), ("v", var)):
+        np.save(f"r{name}.npy", array)
+    np.savez("r.npz", x=x, y=y, running_mean=mean, running_var=var)
+    for arguments in (
+        ("rx.npy", "ry.npy", "--running-mean", "rm.npy", "--running-var", "rv.npy"),
+        ("r.npz",),
+    ):
+        status, out, _ = run(capsys, *arguments, "--json")
+        assert status == 0
+        assert json.loads(out)["best"]["scheme"] == "[n] d; statistics=running"
+
+
+def test_bfloat16_in_files(folder, arrays):
+    narrow = {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items()}
+    np.save("narrow.npy", narrow["x"])
+    save_safetensors("narrow.safetensors", {k: ("BF16", v) for k, v in narrow.items()})
+    torch.save(torch.from_numpy(arrays["x"]).bfloat16(), "narrow.pt")
+    for found in (read("narrow.npy"), read("narrow.safetensors:x")):
+        assert found.dtype == ml_dtypes.bfloat16 and found.shape == (6, 5, 8)
+        np.testing.assert_array_equal(found, narrow["x"])
+    assert read("narrow.pt").dtype == torch.bfloat16
+
+
+def test_other_types_in_safetensors(folder):
+    values = np.arange(6).reshape(2, 3)
+    save_safetensors("types.safetensors", {
+        "d": ("F64", values.astype("<f8")), "h": ("F16", values.astype("<f2")),
+        "i": ("I64", values.astype("<i8")), "b": ("U8", values.astype("u1")),
+    })  # fmt: skip
+    found = arrays_of("types.safetensors")
+    for name, dtype in (("d", "float64"), ("h", "float16"), ("i", "int64"), ("b", "uint8")):
+        assert found[name].dtype == dtype
+        np.testing.assert_array_equal(found[name], values)
+
+
+def test_pickles_are_not_loaded(capsys, folder):
+    trace = folder / "trace"
+    torch.save({"x": Marked(trace)}, "evil.pt")
+    with open("evil.npy", "wb") as file:
+        pickle.dump(Marked(trace), file)
+    with open("raw.pt", "wb") as file:
+        pickle.dump(Marked(trace), file)
+    array = np.empty(1, dtype=object)
+    array[0] = Marked(trace)
+    np.save("objects.npy", array, allow_pickle=True)
+    np.savez("objects.npz", x=array, y=array)
+    for name in ("evil.pt", "evil.npy", "raw.pt", "objects.npy", "objects.npz"):
+        status, out, err = run(capsys, "x.npy", f"{name}:x" if name.endswith("npz") else name)
+        assert (status, out) == (2, "") and err.count("\n") == 1, name
+        assert not trace.exists(), name
+    status, _, err = run(capsys, "x.npy", "objects.npy")
+    assert "--allow-pickle" in err
+    # Only when asked to.
+    status, _, err = run(capsys, "x.npy", "evil.pt", "--allow-pickle")
+    assert status == 2 and trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("bad.npy", b"hello", "A .npy file holds one array of NumPy."),
+        ("bad.npy", b"", "its first bytes are others"),
+        ("bad.npy", b"\x93NUMPY\x01\x00", "does not"),
+        ("bad.npz", b"PK nonsense", "it is no archive"),
+        ("bad.npz", b"", "it is no archive"),
+        ("bad.safetensors", b"\xff" * 40, "its header has no length"),
+        ("bad.safetensors", struct.pack("<Q", 4) + b"nope", "A .safetensors file"),
+        ("bad.safetensors", struct.pack("<Q", 2) + b"[]", "A .safetensors file"),
+        (
+            "bad.safetensors",
+            struct.pack("<Q", 62)
+            + b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,4000000000]}}'[:62],
+            "A .safetensors file",
+        ),
+        ("bad.pt", b"garbage", "A .pt file holds tensors of torch."),
+        ("bad.pt", b"", "A .pt file holds tensors of torch."),
+        ("bad.txt", b"1 2 3", "is none by its name"),
+    ],
+)
+def test_files_that_are_not_what_they_say(capsys, folder, name, content, said):
+    (folder / name).write_bytes(content)
+    before = sorted(folder.iterdir())
+    status, out, err = run(
+        capsys, "x.npy", f"{name}:x" if name.endswith(("z", "s")) else name,
+        "--html", "page.html", "--figure", "figure.png",
+    )  # fmt: skip
+    assert (status, out) == (2, "") and said in err
+    assert err.startswith("axisnorm identify: ") and err.count("\n") == 1
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_tensor_outside_of_its_file(folder):
+    header = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}}'
+    (folder / "bad.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
+    with pytest.raises(ArgumentError, match="a tensor lies outside of the file"):
+        read("bad.safetensors:x")
+    header = b'{"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}'
+    (folder / "bad.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
+    with pytest.raises(ArgumentError, match="size is not that of its shape"):
+        read("bad.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("x.npy",), "'x.npy' has one array without a key"),
+        (("others.npz",), "'others.npz' has 'a', 'b'"),
+        (("x.npy", "all.npz"), "needs a key"),
+        (("x.npy", "all.npz:z"), "'z' is none of 'all.npz'"),
+        (("x.npy", "missing.npy"), "'missing.npy' does not exist"),
+        (("x.npy", "missing.npz:y"), "'missing.npz' does not exist"),
+        (("x.npy", "y.npy", "bias.npy"), "3 files came"),
+        (("x.npy", "weight.npy"), "They have (6, 5, 8) and (8,)"),
+        (("x.npy", "y.npy", "--weight", "x.npy:k"), "'k' is none"),
+        (("x.npy", "y.npy", "--running-mean", "bias.npy"), "come together"),
+        ((), "required: FILE"),
+    ],
+)
+def test_wrong_use(capsys, folder, arguments, said):
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+def test_bad_values_in_files(capsys, folder, arrays):
+    broken = arrays["y"].copy()
+    broken[1, 2, 3] = np.nan
+    np.save("nan.npy", broken)
+    np.save("integers.npy", np.arange(240).reshape(6, 5, 8))
+    np.save("constant.npy", np.full((6, 5, 8), 2.5))
+    np.save("one.npy", np.ones(1))
+    for other, said in (
+        ("nan.npy", "y[1, 2, 3] is nan"),
+        ("integers.npy", "y is int64"),
+        ("constant.npy", "y is 2.5 throughout"),
+    ):
+        status, out, err = run(capsys, "x.npy", other)
+        assert (status, out) == (2, "") and said in err and err.count("\n") == 1
+    status, _, err = run(capsys, "one.npy", "one.npy")
+    assert status == 2 and "at least two" in err
+
+
+def test_files_of_numpy_do_without_torch(folder):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from axisnorm.__main__ import main; status = main(['identify', 'all.npz']); "
+        "assert not {'torch', 'matplotlib'} & set(sys.modules); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "one mean a token" in done.stdout, done.stderr
+
+
+def test_a_colon_in_a_name(capsys, folder, arrays):
+    np.save("a:b.npy", arrays["x"])
+    status, _, err = run(capsys, "a:b.npy", "y.npy")
+    assert (status, err) == (0, "")
