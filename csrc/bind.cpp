@@ -95,7 +95,7 @@ std::optional<std::string> forward(nb::bytes axes, const Given &x, const Given &
   job.weight = (const void *)weight;
   job.bias = (const void *)bias;
   job.stats = (void *)stats;
-  job.var = (void *)var;
+  job.var = (double *)var;
   task.mask = (const unsigned char *)mask.first;
   task.running_mean = (const void *)running_mean;
   task.running_var = (const void *)running_var;
@@ -154,7 +154,7 @@ void move(uintptr_t mean, uintptr_t var, int mean_dtype, int var_dtype, int64_t 
           double group_size, double correction, double running_correction, double momentum,
           int dtype) {
   axisnorm::move({(void *)mean, (void *)var, mean_dtype, var_dtype, channels, averaged, inner,
-                  (const void *)stats, (const void *)group_var, (const double *)count, group_size,
+                  (const void *)stats, (const double *)group_var, (const double *)count, group_size,
                   correction, running_correction, momentum, dtype});
 }
 

@@ -336,13 +336,13 @@ constexpr int64_t CHUNKS = 32;
 constexpr int64_t SUMS = 8 << 20;  // bytes that the chunks' sums may need, if eight of them suffice
 
 // How the sums for the parameters are laid out; returns their bytes.
-int64_t lay_out_sums(const Nest &nest, const Job &job, Task &task) {
+int64_t lay_out_sums(const Nest &nest, Task &task) {
   task.chunk = 1;
   if (!nest.lanes && !nest.per_element) return nest.pieces * 2 * 8;
   if (nest.lanes && nest.per_element && !nest.mixed)
     return nest.units * 2 * ceil_div(nest.tile, 16) * 16 * 8;
   task.pitch = nest.lanes && !nest.mixed ? nest.affine_size * 16 : ceil_div(nest.affine_size, 16) * 16 + 16;
-  const int64_t bytes = 2 * task.pitch * (job.dtype == F64 ? 8 : 4);
+  const int64_t bytes = 2 * task.pitch * 8;
   int64_t chunks = SUMS / bytes;
   if (chunks > CHUNKS) chunks = CHUNKS;
   if (chunks < 8) chunks = 8;
@@ -350,9 +350,9 @@ int64_t lay_out_sums(const Nest &nest, const Job &job, Task &task) {
   return ceil_div(nest.units, task.chunk) * bytes;
 }
 
-void zero_chunk(const Nest &nest, const Job &job, const Task &task, int64_t chunk) {
+void zero_chunk(const Nest &nest, const Task &task, int64_t chunk) {
   if (!task.sums || (nest.lanes == nest.per_element && !nest.mixed)) return;
-  const int64_t bytes = 2 * task.pitch * (job.dtype == F64 ? 8 : 4);
+  const int64_t bytes = 2 * task.pitch * 8;
   memset((char *)task.sums + chunk * bytes, 0, (size_t)bytes);
 }
 
@@ -373,7 +373,7 @@ template <class Body> void share(int64_t part, int64_t parts, int64_t items, con
 // All units, each by one thread, or if they are few their parts one step after the other. The results
 // are the same: units and parts, and the order in which sums are merged, follow from the shape.
 template <class Units, class Step, class Then>
-void run(const Plan &plan, const Job &job, Task &task, int64_t slot_bytes, const Units &units,
+void run(const Plan &plan, Task &task, int64_t slot_bytes, const Units &units,
          const Step &step, bool backward, const Then &then) {
   const Nest &nest = plan.nest;
   const int64_t chunks = ceil_div(nest.units, task.chunk);
@@ -394,14 +394,14 @@ void run(const Plan &plan, const Job &job, Task &task, int64_t slot_bytes, const
     };
     if (whole) {
       share(part, parts, chunks, [&](int64_t chunk) {
-        zero_chunk(nest, job, task, chunk);
+        zero_chunk(nest, task, chunk);
         units(chunk * task.chunk, unit_end(chunk), base + part * slot_bytes);
       });
     } else {
       const auto wait = [&] { if (parts > 1) openmp().barrier(); };
       const auto single = [&](int which) {
         share(part, parts, chunks, [&](int64_t chunk) {
-          if (which == START) zero_chunk(nest, job, task, chunk);
+          if (which == START) zero_chunk(nest, task, chunk);
           for (int64_t u = chunk * task.chunk; u < unit_end(chunk); u++) {
             const int found = step(which, u, 0);
             if (found == 1) again = true;
@@ -457,7 +457,7 @@ void forward(const Plan &plan, Job job, Task task) {
   task.chunk = 1;
   const Parameters parameters(table, plan, job, task);
   run(
-      plan, job, task, table.slot(&plan.nest),
+      plan, task, table.slot(&plan.nest),
       [&](int64_t u, int64_t end, void *slot) { table.forward_units(&task, u, end, slot); },
       [&](int which, int64_t u, int64_t p) { return table.forward_step(&task, which, u, p); },
       false, [](int64_t, int64_t) {});
@@ -474,7 +474,7 @@ void backward(const Plan &plan, Job job, Task task) {
   task.nest = &nest;
   const Parameters parameters(table, plan, job, task);
   const bool params = job.dweight || job.dbias;
-  const int64_t sum_bytes = lay_out_sums(nest, job, task);
+  const int64_t sum_bytes = lay_out_sums(nest, task);
   Scratch sums(params ? sum_bytes : 0);
   task.sums = params ? sums.data() : nullptr;
   if (!params) task.chunk = 1;
@@ -482,7 +482,7 @@ void backward(const Plan &plan, Job job, Task task) {
   Scratch merged(params ? (2 * nest.affine_size + size) * 8 : 0);
   double *const dweight = (double *)merged.data(), *const dbias = dweight + nest.affine_size;
   run(
-      plan, job, task, table.slot(&nest),
+      plan, task, table.slot(&nest),
       [&](int64_t u, int64_t end, void *slot) { table.backward_units(&task, u, end, slot); },
       [&](int which, int64_t u, int64_t p) { return table.backward_step(&task, which, u, p); },
       true, [&](int64_t part, int64_t parts) {

@@ -379,7 +379,7 @@ template <class T, int R> INLINE void save(const Job &job, int64_t r, const Mome
     stats[job.rows] = m.lo[k];
     stats[2 * job.rows] = m.rstd[k];
   }
-  for (int k = 0; job.var && k < R; k++) ((Scalar<T> *)job.var)[r + k] = (Scalar<T>)m.var[k];
+  for (int k = 0; job.var && k < R; k++) job.var[r + k] = m.var[k];
 }
 
 template <class T, bool Center, bool Rounded>
@@ -717,7 +717,6 @@ int64_t slot(const Nest *nest) {
 }
 
 // One element of dweight and of dbias from the sums of all units.
-template <class C>
 void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
   const Nest &nest = *task.nest;
   double total[2] = {};
@@ -759,18 +758,15 @@ void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
     const int64_t width = nest.lanes && !nest.mixed ? 16 : 1;
     for (int64_t c = 0; c * task.chunk < nest.units; c++)
       for (int i = 0; i < 2; i++) {
-        const C *sums = (const C *)task.sums + (2 * c + i) * task.pitch + a * width;
-        for (int64_t j = 0; j < width; j++) total[i] += (double)sums[j];
+        const double *sums = (const double *)task.sums + (2 * c + i) * task.pitch + a * width;
+        for (int64_t j = 0; j < width; j++) total[i] += sums[j];
       }
   }
   *by_xhat = total[0];
   *by_grad = total[1];
 }
 void merge_affine(const Task *task, double *dweight, double *dbias, int64_t a, int64_t end) {
-  for (; a < end; a++) {
-    if (task->job->dtype == F64) merge_one<double>(*task, a, dweight + a, dbias + a);
-    else merge_one<float>(*task, a, dweight + a, dbias + a);
-  }
+  for (; a < end; a++) merge_one(*task, a, dweight + a, dbias + a);
 }
 
 // ---- weight and bias: to and from the compute type
@@ -988,7 +984,7 @@ void move(const Running *running) {
         const int64_t g = (o * r.channels + channel) * r.inner + i;
         const double n = r.count ? r.count[g] : r.group_size;
         const double m = as_double(type, r.stats, g) + as_double(type, r.stats, groups + g);
-        const double v = as_double(type, r.group_var, g);
+        const double v = r.group_var[g];
         mean += n * m;
         valid += n;
         if (n - r.running_correction <= 0) continue;

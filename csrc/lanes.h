@@ -12,10 +12,11 @@ template <class C> struct LaneUnit {
   C *k, *hi, *lo, *shift, *rstd;
   C *first, *mean, *slope;       // backward; `first` shifts the sums
   double *count;                 // of valid elements of the lane's group
-  double *sums;                  // for each part three times `pitch`
+  double *sums;                  // for each part SUMS times `pitch`
   unsigned char *unsafe, *redo;  // the slow path: for all, or for dx
 
-  double *part(int64_t p, int i) const { return sums + (3 * p + i) * pitch; }
+  static constexpr int SUMS = 5;
+  double *part(int64_t p, int i) const { return sums + (SUMS * p + i) * pitch; }
   Constants<C> constants() const { return {hi, shift, rstd}; }
 };
 
@@ -23,7 +24,7 @@ inline int64_t lane_pitch(const Nest &nest) { return round_up(nest.tile, 16); }
 inline int64_t lane_slot(const Nest &nest) {
   const int64_t pitch = lane_pitch(nest);
   return round_up((int64_t)sizeof(LaneUnit<double>), 64) +
-         pitch * 8 * (9 + 3 * nest.applied.parts) + round_up(2 * pitch, 64);
+         pitch * 8 * (9 + LaneUnit<double>::SUMS * nest.applied.parts) + round_up(2 * pitch, 64);
 }
 template <class C> LaneUnit<C> &lane_unit(const Nest &nest, void *slot) {
   LaneUnit<C> &u = *(LaneUnit<C> *)slot;
@@ -36,20 +37,12 @@ template <class C> LaneUnit<C> &lane_unit(const Nest &nest, void *slot) {
   }
   u.count = (double *)p;
   u.sums = u.count + u.pitch;
-  u.unsafe = (unsigned char *)(u.sums + 3 * nest.applied.parts * u.pitch);
+  u.unsafe = (unsigned char *)(u.sums + u.SUMS * nest.applied.parts * u.pitch);
   u.redo = u.unsafe + u.pitch;
   return u;
 }
 
-// out[j] += v[j]
-INLINE void add_to(double *out, vd v) { store(out, load(out) + v); }
-INLINE void add_to(double *out, vf v) {
-  float part[lanes<float>];
-  store(part, v);
-  for (int j = 0; j < lanes<float>; j++) out[j] += (double)part[j];
-}
-
-constexpr int LANE_BLOCK = 64;  // steps that are summed in the compute type, then in double
+constexpr int LANE_BLOCK = 16;  // steps that are summed in the compute type, then in double
 constexpr int SAMPLES = 8;      // steps that give the shift of the sums
 constexpr int AT_ONCE = VB == 64 ? 8 : 4;  // vectors of lanes: as many sums as fit into registers
 
@@ -137,6 +130,22 @@ template <class T> struct OfLanes {
     fold(u.count, u.lanes);
   }
 
+  // Forward: the sums, then their rounding errors, in all parts; into the first part.
+  void merge_forward(const Unit &u) const {
+    double *s = u.part(0, 0), *q = u.part(0, 1), *s_rest = u.part(0, 2), *q_rest = u.part(0, 3);
+    for (int64_t p = 1; p < nest.applied.parts; p++)
+      for (int64_t j = 0; j < u.pitch; j++) {
+        add_to(s + j, s_rest + j, u.part(p, 0)[j]);
+        add_to(q + j, q_rest + j, u.part(p, 1)[j]);
+        s_rest[j] += u.part(p, 2)[j];
+        q_rest[j] += u.part(p, 3)[j];
+      }
+    for (int64_t j = 0; j < u.pitch; j++) {
+      // Not where a sum is infinite: its error is not a number.
+      if (finite(s[j])) s[j] += s_rest[j];
+      if (finite(q[j])) q[j] += q_rest[j];
+    }
+  }
   void merge_parts(const Unit &u, int sums) const {
     for (int i = 0; i < sums; i++)
       for (int64_t p = 1; p < nest.applied.parts; p++)
@@ -237,7 +246,8 @@ template <class T> struct OfLanes {
 
   NOINLINE void sum(const Place &at, Unit &u, int64_t part) const {
     double *s = u.part(part, 0), *q = u.part(part, 1);
-    memset(s, 0, (size_t)u.pitch * 2 * sizeof *s);
+    double *s_rest = u.part(part, 2), *q_rest = u.part(part, 3);
+    memset(s, 0, (size_t)u.pitch * 4 * sizeof *s);
     if (task.mask) return sum_masked(at, u, part);
     each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                __attribute__((always_inline)) {
@@ -248,8 +258,8 @@ template <class T> struct OfLanes {
       int steps = 0;
       const auto flush = [&]() __attribute__((always_inline)) {
         for (int j = 0; j < B; j++) {
-          add_to(s + lane + j * W, sums[j]);
-          add_to(q + lane + j * W, squares[j]);
+          add_to(s + lane + j * W, s_rest + lane + j * W, sums[j]);
+          add_to(q + lane + j * W, q_rest + lane + j * W, squares[j]);
           sums[j] = squares[j] = V{};
         }
         steps = 0;
@@ -270,6 +280,7 @@ template <class T> struct OfLanes {
   }
   NOINLINE void sum_masked(const Place &at, Unit &u, int64_t part) const {
     double *s = u.part(part, 0), *q = u.part(part, 1);
+    double *s_rest = u.part(part, 2), *q_rest = u.part(part, 3);
     each_step(at, part, [&](const Place &p) {
       const unsigned char *m = mask(p);
       for (int64_t begin = 0; begin < u.lanes; begin += STAGED) {
@@ -279,15 +290,15 @@ template <class T> struct OfLanes {
         for (int64_t j = 0; j < n; j++) {
           const double d = m[(begin + j) * nest.mask_step]
                                ? (double)(staged[j] - u.k[begin + j]) : 0.0;
-          s[begin + j] += d;
-          q[begin + j] += d * d;
+          add_to(s + begin + j, s_rest + begin + j, d);
+          add_to(q + begin + j, q_rest + begin + j, d * d);
         }
       }
     });
   }
 
   NOINLINE int finish(const Place &at, Unit &u) const {
-    merge_parts(u, 2);
+    merge_forward(u);
     double *s = u.part(0, 0), *q = u.part(0, 1);
     if (!center) memset(s, 0, (size_t)u.pitch * sizeof *s);
     fold(s, u.lanes);
@@ -295,8 +306,10 @@ template <class T> struct OfLanes {
     if (center && u.passes++ == 0) {
       int again = 0;
       for (int64_t j = 0; j < u.lanes; j++) {
-        // The shift is more than 1.5 deviations off, or not a number.
-        u.redo[j] = u.count[j] > 0 && !(13.0 / 9.0 * s[j] * s[j] <= u.count[j] * q[j]);
+        // The shift is more than 1.5 deviations off (half of one in double, see moments), or not a
+        // number.
+        constexpr double factor = same<C, double> ? 5 : 13.0 / 9.0;
+        u.redo[j] = u.count[j] > 0 && !(factor * s[j] * s[j] <= u.count[j] * q[j]);
         again |= u.redo[j];
       }
       if (again) {
@@ -305,7 +318,7 @@ template <class T> struct OfLanes {
         return 1;
       }
     }
-    double *var = u.part(0, 2);
+    double *var = u.part(0, 4);
     const double eps = job.eps, correction = task.correction;
     int32_t unsafe = 0;
     for (int64_t j = 0; j < u.lanes; j++) {
@@ -352,7 +365,8 @@ template <class T> struct OfLanes {
   NOINLINE void apply_to(const Place &at, const Unit &u, int64_t part) const {
     each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
       T *y = (T *)job.y + p.at[Y];
-      apply_line<T, true, PerElement>(x(p), y, u.lanes, u.constants(), rounded,
+      apply_line<T, true, PerElement>(x(p), y, u.lanes, u.constants(),
+                                      task.running_mean != nullptr, rounded,
                                       weight + p.at[AFFINE], bias + p.at[AFFINE]);
       if (task.mask) zero_masked(y, mask(p), nest.mask_step, u.lanes);
     });
@@ -391,7 +405,7 @@ template <class T> struct OfLanes {
       }
     }
     u.repair = take_out_unsafe(u);
-    if (task.mask) return;
+    if (task.mask) return sample_masked(at, u);
     // The sums are of grad - first, or where weights change along the steps of grad * weight - first.
     const bool own = nest.per_element && !nest.mixed;
     sample(at, u, u.first, [&](const Place &p, int64_t j, int64_t tail)
@@ -403,19 +417,33 @@ template <class T> struct OfLanes {
     if (!own) share_in_group(u.first, u.lanes);
   }
 
+  // first: the first valid grad * weight of each group.
+  NOINLINE void sample_masked(const Place &at, Unit &u) const {
+    every_step(at, [&](const Place &p) {
+      for (int64_t j = 0; j < u.lanes; j++) {
+        const int64_t group = j / nest.fold * nest.fold;
+        if (u.redo[group] || !mask(p)[j * nest.mask_step]) continue;
+        u.first[group] = (C)get(grad(p) + j) * weight[p.at[AFFINE] + j * nest.per_element];
+        u.redo[group] = 1;
+      }
+    });
+    for (int64_t j = 0; j < u.lanes; j++) u.first[j] = u.first[j / nest.fold * nest.fold];
+    memset(u.redo, 0, (size_t)u.pitch);
+  }
+
   double *unit_sums(int64_t unit) const {  // PerElement: of grad * xhat, then of grad
     return (double *)task.sums + unit * 2 * lane_pitch(nest);
   }
-  C *chunk_sums(int64_t unit) const {
-    return (C *)task.sums + unit / task.chunk * 2 * task.pitch;
+  double *chunk_sums(int64_t unit) const {
+    return (double *)task.sums + unit / task.chunk * 2 * task.pitch;
   }
 
   void sum_backward(const Place &at, Unit &u, int64_t part, int64_t unit) const {
     double *s1 = u.part(part, 0), *s2 = u.part(part, 1), *s3 = u.part(part, 2);
-    memset(s1, 0, (size_t)u.pitch * 3 * sizeof *s1);
+    memset(s1, 0, (size_t)u.pitch * 4 * sizeof *s1);
     const bool shared = !nest.per_element || nest.mixed;
-    C *const for_weight = shared && task.sums ? chunk_sums(unit) : nullptr;
-    C *const for_bias = for_weight + (for_weight ? task.pitch : 0);
+    double *const for_weight = shared && task.sums ? chunk_sums(unit) : nullptr;
+    double *const for_bias = for_weight + (for_weight ? task.pitch : 0);
     if (task.mask) sum_masked_backward(at, u, part, for_weight, for_bias);
     else if (nest.mixed) sum_mixed(at, u, part, for_weight, for_bias);
     else if (nest.per_element) sum_gradients<true>(at, u, part, s1, s2, s3, nullptr, nullptr);
@@ -423,7 +451,7 @@ template <class T> struct OfLanes {
   }
   template <bool PerElement>
   NOINLINE void sum_gradients(const Place &at, const Unit &u, int64_t part, double *s1, double *s2,
-                              double *s3, C *for_weight, C *for_bias) const {
+                              double *s3, double *for_weight, double *for_bias) const {
     const Constants<C> c = u.constants();
     T *const dx = at_once() ? (T *)job.dx : nullptr;
     each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
@@ -472,9 +500,8 @@ template <class T> struct OfLanes {
           }
         }
         if (!PerElement && for_weight) {
-          C *dw = for_weight + p.at[AFFINE] * 16, *db = for_bias + p.at[AFFINE] * 16;
-          store(dw, load(dw) + by_weight);
-          store(db, load(db) + by_bias);
+          add_to(for_weight + p.at[AFFINE] * 16, by_weight);
+          add_to(for_bias + p.at[AFFINE] * 16, by_bias);
         }
         if (++steps == LANE_BLOCK) flush();
       });
@@ -483,14 +510,14 @@ template <class T> struct OfLanes {
   }
 
   // The weight changes along the lanes and from step to step.
-  NOINLINE void sum_mixed(const Place &at, Unit &u, int64_t part, C *for_weight,
-                          C *for_bias) const {
+  NOINLINE void sum_mixed(const Place &at, Unit &u, int64_t part, double *for_weight,
+                          double *for_bias) const {
     double *s1 = u.part(part, 0), *s2 = u.part(part, 1);
     const Constants<C> c = u.constants();
     each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
       const T *v = x(p), *g = grad(p);
       const C *w = weight + p.at[AFFINE];
-      C *dw = for_weight + p.at[AFFINE], *db = for_bias + p.at[AFFINE];
+      double *dw = for_weight + p.at[AFFINE], *db = for_bias + p.at[AFFINE];
       const auto add = [&](int64_t j, int64_t tail) __attribute__((always_inline)) {
         const V gj = tail ? load(g + j, tail) : load(g + j);
         V vj = standardized<T, true>(tail ? load(v + j, tail) : load(v + j), c, j, tail);
@@ -499,8 +526,8 @@ template <class T> struct OfLanes {
         add_to(s2 + j, vj * gw);
         if (!for_weight) return;
         if (can_round<T> && rounded) vj = round_as<T>(vj);
-        store(dw + j, load(dw + j) + vj * gj);  // the sums end in a whole vector
-        store(db + j, load(db + j) + gj);
+        add_to(dw + j, vj * gj);  // the sums end in a whole vector
+        add_to(db + j, gj);
       };
       int64_t j = 0;
       for (; j + W <= u.lanes; j += W) add(j, 0);
@@ -508,9 +535,10 @@ template <class T> struct OfLanes {
     });
   }
 
-  NOINLINE void sum_masked_backward(const Place &at, Unit &u, int64_t part, C *for_weight,
-                           C *for_bias) const {
+  NOINLINE void sum_masked_backward(const Place &at, Unit &u, int64_t part, double *for_weight,
+                                    double *for_bias) const {
     double *s1 = u.part(part, 0), *s2 = u.part(part, 1), *s3 = u.part(part, 2);
+    double *s4 = u.part(part, 3);
     each_step(at, part, [&](const Place &p) {
       const unsigned char *m = mask(p);
       const C *const w = weight + p.at[AFFINE];
@@ -525,43 +553,43 @@ template <class T> struct OfLanes {
           if (!m[j * nest.mask_step]) continue;
           const double xhat = (double)(((vs[i] - u.hi[j]) - u.lo[j]) * u.rstd[j]);
           const double kept = rounded ? round_as<T>(xhat) : xhat;
-          const C here = nest.mixed ? w[j] : nest.per_element ? (C)1 : *w;
-          const double gw = (double)(gs[i] * here);
-          s1[j] += gw;
+          const double gw = (double)(gs[i] * w[j * nest.per_element]);
+          s1[j] += gw - (double)u.first[j];
+          s4[j] += (double)gs[i];
           s2[j] += gw * xhat;
           s3[j] += (double)gs[i] * kept;
           by_weight += (double)gs[i] * kept;
           by_bias += (double)gs[i];
           if (!nest.mixed || !for_weight) continue;
-          for_weight[p.at[AFFINE] + j] += (C)((double)gs[i] * kept);
-          for_bias[p.at[AFFINE] + j] += gs[i];
+          for_weight[p.at[AFFINE] + j] += (double)gs[i] * kept;
+          for_bias[p.at[AFFINE] + j] += (double)gs[i];
         }
       }
       if (!for_weight || nest.mixed) return;
-      for_weight[p.at[AFFINE] * 16] += (C)by_weight;
-      for_bias[p.at[AFFINE] * 16] += (C)by_bias;
+      for_weight[p.at[AFFINE] * 16] += by_weight;
+      for_bias[p.at[AFFINE] * 16] += by_bias;
     });
   }
 
   NOINLINE int finish_backward(const Place &at, Unit &u, int64_t unit) const {
-    merge_parts(u, 3);
+    merge_parts(u, 4);
     double *s1 = u.part(0, 0), *s2 = u.part(0, 1), *s3 = u.part(0, 2);
     const C *w = weight + at.at[AFFINE];
     const double steps = (double)nest.applied.count;
     const bool own = nest.per_element && !nest.mixed;
     if (own && task.sums) {
       double *dw = unit_sums(unit), *db = dw + lane_pitch(nest);
-      const double *by_xhat = rounded ? s3 : s2;
+      const double *by_xhat = rounded || task.mask ? s3 : s2;
       for (int64_t j = 0; j < u.lanes; j++) {
         dw[j] = by_xhat[j];
-        db[j] = s1[j] + (double)u.first[j] * (task.mask ? 0 : steps);
+        db[j] = task.mask ? u.part(0, 3)[j] : s1[j] + (double)u.first[j] * steps;
       }
     }
     if (task.sums)
       for (int64_t j = 0; u.repair && j < u.lanes; j += nest.fold)
         if (u.unsafe[j]) add_exact(at, u, unit, j);
     if (task.running_mean) return u.repair ? 2 : 0;
-    if (own) {
+    if (own && !task.mask) {
       // From grad to grad * weight; for the first element as the derivative rounds it.
       for (int64_t j = 0; j < u.lanes; j++) {
         const C gw = u.first[j] * w[j], group = u.first[j / nest.fold * nest.fold] *
@@ -586,9 +614,9 @@ template <class T> struct OfLanes {
 
   NOINLINE void add_exact(const Place &at, const Unit &u, int64_t unit, int64_t lane) const {
     const auto add = [&](const Place &p, int64_t i, double v) {
-      if (nest.mixed) chunk_sums(unit)[p.at[AFFINE] + i] += (C)v;
+      if (nest.mixed) chunk_sums(unit)[p.at[AFFINE] + i] += v;
       else if (nest.per_element) unit_sums(unit)[i] += v;
-      else chunk_sums(unit)[p.at[AFFINE] * 16] += (C)v;
+      else chunk_sums(unit)[p.at[AFFINE] * 16] += v;
     };
     if (task.running_mean)
       weight_by<T>(task, Given(task, at.at[RUNNING] + lane / nest.fold * nest.running_step), at,

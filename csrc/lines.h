@@ -34,7 +34,7 @@ inline void save_statistics(const Task &task, int64_t index, C hi, C lo, C rstd,
     stats[task.nest->groups] = lo;
     stats[2 * task.nest->groups] = rstd;
   }
-  if (job.var) ((C *)job.var)[index] = (C)var;
+  if (job.var) job.var[index] = var;
   if (task.count) task.count[index] = count;
 }
 
@@ -177,8 +177,8 @@ template <class T> struct OfLines {
                                            __attribute__((always_inline)) {
       T *y = (T *)job.y + p.at[Y] + i;
       const int64_t a = p.at[AFFINE] + (PerElement ? i : 0);
-      apply_line<T, false, PerElement>(x(p) + i, y, n, u.constants(), rounded, weight + a,
-                                       bias + a);
+      apply_line<T, false, PerElement>(x(p) + i, y, n, u.constants(), task.running_mean != nullptr,
+                                       rounded, weight + a, bias + a);
       if (task.mask) zero_masked(y, mask(p, i), nest.mask_step, n);
     });
   }
@@ -275,8 +275,8 @@ template <class T> struct OfLines {
   }
 
   // dw and db are at the weight's first element.
-  INLINE PieceSums element_sums(const T *g, const T *x, int64_t n, const Unit &u, const C *w, C *dw,
-                         C *db) const {
+  INLINE PieceSums element_sums(const T *g, const T *x, int64_t n, const Unit &u, const C *w,
+                                double *dw, double *db) const {
     Total<V> t1, t2;
     const Constants<C> c = u.constants();
     int64_t i = 0;
@@ -292,8 +292,8 @@ template <class T> struct OfLines {
         s2 = fma(v, gw, s2);
         if (!dw) return;
         if (can_round<T> && rounded) v = round_as<T>(v);
-        store(dw + i, load(dw + i) + grad * v);  // the sums end in a whole vector
-        store(db + i, load(db + i) + grad);
+        add_to(dw + i, grad * v);  // the sums end in a whole vector
+        add_to(db + i, grad);
       };
       for (; i + W <= end; i += W) add(i, 0);
       if (i < end) add(i, end - i), i = end;
@@ -307,7 +307,7 @@ template <class T> struct OfLines {
   }
 
   NOINLINE PieceSums masked_sums(const T *g, const T *x, const unsigned char *m, int64_t n, const Unit &u,
-                        const C *w, C *dw, C *db) const {
+                        const C *w, double *dw, double *db) const {
     PieceSums sums = {};
     for (int64_t begin = 0; begin < n; begin += STAGED) {
       const int64_t count = smaller(STAGED, n - begin);
@@ -327,14 +327,14 @@ template <class T> struct OfLines {
         sums.by_rounded += grad * kept;
         sums.s1 += gw - (double)u.first;
         sums.s2 += gw * (double)xhat;
-        if (dw) dw[a] += (C)(grad * kept), db[a] += (C)grad;
+        if (dw) dw[a] += grad * kept, db[a] += grad;
       }
     }
     return sums;
   }
 
-  C *chunk_sums(int64_t unit) const {
-    return (C *)task.sums + unit / task.chunk * 2 * task.pitch;
+  double *chunk_sums(int64_t unit) const {
+    return (double *)task.sums + unit / task.chunk * 2 * task.pitch;
   }
   double *piece_sums(const Place &p, int64_t i) const {
     return (double *)task.sums + 2 * (p.at[PIECE] + i / nest.applied.piece);
@@ -351,7 +351,7 @@ template <class T> struct OfLines {
                                            __attribute__((always_inline)) {
       const C *w = weight + p.at[AFFINE] + (PerElement ? i : 0);
       const T *g = grad(p) + i, *v = x(p) + i;
-      C *dw = nullptr, *db = nullptr;
+      double *dw = nullptr, *db = nullptr;
       if (PerElement && task.sums) {
         dw = chunk_sums(unit) + p.at[AFFINE] + i;
         db = dw + task.pitch;
@@ -390,7 +390,7 @@ template <class T> struct OfLines {
 
   NOINLINE void add_exact(const Place &at, const Unit &u, int64_t unit) const {
     const auto add = [&](const Place &p, int64_t i, double v) {
-      if (per_element) chunk_sums(unit)[p.at[AFFINE] + i] += (C)v;
+      if (per_element) chunk_sums(unit)[p.at[AFFINE] + i] += v;
       else piece_sums(p, i)[0] += v;
     };
     if (task.running_mean)

@@ -80,6 +80,26 @@ inline double as_double(int32_t dtype, const void *p, int64_t i) {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// out[j] += v[j]
+INLINE void add_to(double *out, vd v) { store(out, load(out) + v); }
+// The same with the rounding errors kept: what is summed in double is no better than its result.
+INLINE void add_to(double *out, double *rest, vd v) {
+  const vd s = load(out), t = s + v, z = t - s;
+  store(rest, load(rest) + ((s - (t - z)) + (v - z)));
+  store(out, t);
+}
+inline void add_to(double *out, double *rest, double v) {
+  const double s = *out, t = s + v, z = t - s;
+  *rest += (s - (t - z)) + (v - z);
+  *out = t;
+}
+INLINE void add_to(double *out, vf v) {
+  float part[lanes<float>];
+  store(part, v);
+  for (int j = 0; j < lanes<float>; j++) out[j] += (double)part[j];
+}
+INLINE void add_to(double *out, double *, vf v) { add_to(out, v); }  // double is better than enough
+
 // ---- masks
 
 // n elements, with `fill` where they are not valid: what stands there has no influence.
@@ -148,14 +168,21 @@ INLINE Vector<T> standardized(Vector<T> x, const Constants<Scalar<T>> &c, int64_
 template <class T> constexpr bool can_round = !same<T, Scalar<T>>;
 
 template <class T, bool PerLane, bool PerElement>
-INLINE void apply_line(const T *x, T *y, int64_t n, const Constants<Scalar<T>> &c, bool rounded,
-                       const Scalar<T> *weight, const Scalar<T> *bias) {
+INLINE void apply_line(const T *x, T *y, int64_t n, const Constants<Scalar<T>> &c, bool given,
+                       bool rounded, const Scalar<T> *weight, const Scalar<T> *bias) {
   constexpr int W = lanes<T>;
   typedef Vector<T> V;
   const auto result = [&](V v, int64_t i, int64_t tail) __attribute__((always_inline)) {
+    const V w = parameter<PerElement>(weight, i, tail), b = parameter<PerElement>(bias, i, tail);
+    if (given && !rounded) {
+      // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
+      const V d = v - parameter<PerLane>(c.hi, i, tail);
+      return fma(d, parameter<PerLane>(c.rstd, i, tail) * w,
+                 fma(parameter<PerLane>(c.shift, i, tail), w, b));
+    }
     v = standardized<T, PerLane>(v, c, i, tail);
     if (can_round<T> && rounded) v = round_as<T>(v);
-    return fma(v, parameter<PerElement>(weight, i, tail), parameter<PerElement>(bias, i, tail));
+    return fma(v, w, b);
   };
   int64_t i = 0;
   for (; i + W <= n; i += W) store(y + i, result(load(x + i), i, 0));

@@ -37,7 +37,7 @@ struct Job {
   void *y;               // forward; null: statistics only. May be exactly x with the same stride.
   void *stats;           // [3][rows] of the compute type: hi, lo, rstd. forward writes it (null:
                          // not wanted), backward reads it
-  void *var;             // [rows] of the compute type: V; forward only, null: not wanted
+  double *var;           // [rows]: V, which may not fit the compute type; null: not wanted
   void *dx;              // backward, null: not wanted
   void *dweight;         // backward, null: not wanted
   void *dbias;           // backward, null: not wanted
@@ -132,8 +132,8 @@ struct Task {
   double *count;  // [groups], null: not wanted. How many elements were valid
   // Backward: the sums of grad * xhat and of grad, null: not wanted. Lines with flat weights have two
   // doubles for each piece of a line, lanes with weights of their own (not mixed) two arrays of doubles
-  // for each unit. Otherwise two arrays of `pitch` elements of the compute type for each chunk of
-  // `chunk` successive units: an element for each of the weight's, for lanes with flat weights 16.
+  // for each unit. Otherwise two arrays of `pitch` doubles for each chunk of `chunk` successive units:
+  // one for each of the weight's elements, for lanes with flat weights 16.
   void *sums;
   int64_t chunk, pitch;
   // How many bytes of memory a unit needs while it is under way, and where that memory is when all
@@ -150,7 +150,8 @@ struct Running {
   int32_t mean_dtype, var_dtype;
   int64_t channels, averaged;  // groups = outer * channels * inner, averaged = outer * inner
   int64_t inner;
-  const void *stats, *group_var;  // hi, lo, rstd and V of the groups, in the compute type
+  const void *stats;        // hi, lo, rstd of the groups, in the compute type
+  const double *group_var;  // V
   const double *count;            // of valid elements of each group, or null: group_size
   double group_size, correction, running_correction, momentum;
   int32_t dtype;  // of the normalized tensor

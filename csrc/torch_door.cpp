@@ -336,7 +336,10 @@ bool read_channels(PyObject *object, int64_t channels, const void *&place, int32
 }
 
 // x, weight, bias, kind, groups, eps: what forward and backward have in common.
-enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, CHANNEL_CONSTANTS };
+enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, KEPT_BIAS, CHANNEL_CONSTANTS };
+
+// Whether the constants that a node keeps are those of a norm of channels, not of rows.
+bool of_channels(PyObject *constants) { return !PyTuple_Check(PyTuple_GetItem(constants, 0)); }
 
 bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
   if (!read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !is_positive(args[X])) return false;
@@ -374,7 +377,7 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   Channels c = {};
   Strides strides;
   double momentum = 0;
-  if (running != (running_var != Py_None) || (given ? !running : args[8] != Py_True) ||
+  if (running != (running_var != Py_None) || (running && running_mean == running_var) || (given ? !running : args[8] != Py_True) ||
       !read_channel_norm(args, c, strides))
     return unsure();
   if (!given && c.kind == BATCH && c.x.size == c.channels) return unsure();  // an error
@@ -421,26 +424,15 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
     fine = stats != nullptr;
   }
   if (fine && !given && running) {
-    moments = PyBytes_FromStringAndSize(nullptr, nest.groups * (c.x.dtype == F64 ? 8 : 4));
+    moments = PyBytes_FromStringAndSize(nullptr, nest.groups * 8);
     fine = moments != nullptr;
-    if (fine) c.job.var = PyBytes_AsString(moments);
+    if (fine) c.job.var = (double *)PyBytes_AsString(moments);
   }
   fine = fine && run([&] { axisnorm::forward(plan, c.job, c.task); }, c.x.size);
-  if (fine && !given && running) {
-    const int64_t averaged = nest.groups / c.channels;
-    axisnorm::move({(void *)mean, (void *)var, mean_dtype, var_dtype, c.channels, averaged, 1,
-                    c.job.stats, c.job.var, nullptr, (double)nest.group_size, 0, 1, momentum,
-                    c.x.dtype});
-    PyObject *both = PyTuple_Pack(2, running_mean, running_var);
-    PyObject *done =
-        both ? PyObject_CallFunctionObjArgs(watch.increment_version, both, nullptr) : nullptr;
-    fine = done != nullptr;
-    Py_XDECREF(both);
-    Py_XDECREF(done);
-  }
   if (fine && gradient) {
-    PyObject *constants = PyTuple_Pack(4, args[KIND], args[GROUPS], args[CHANNEL_EPS],
-                                       given ? Py_True : Py_False);
+    // The bias is kept beside the saved tensors: it may change before backward, which does not read it.
+    PyObject *constants = PyTuple_Pack(CHANNEL_CONSTANTS - 3, args[KIND], args[GROUPS],
+                                       args[CHANNEL_EPS], given ? Py_True : Py_False, args[BIAS]);
     PyObject *found = constants ? PyTuple_Pack(3, y, stats, constants) : nullptr;
     result = found ? PyObject_CallFunctionObjArgs(apply_node, args[X], args[WEIGHT], args[BIAS],
                                                   found, nullptr)
@@ -450,6 +442,19 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   } else if (fine) {
     result = y;
     Py_INCREF(y);
+  }
+  // Last, and after the node has seen the versions of its tensors.
+  if (result && !given && running) {
+    const int64_t averaged = nest.groups / c.channels;
+    axisnorm::move({(void *)mean, (void *)var, mean_dtype, var_dtype, c.channels, averaged, 1,
+                    c.job.stats, c.job.var, nullptr, (double)nest.group_size, 0, 1, momentum,
+                    c.x.dtype});
+    PyObject *both = PyTuple_Pack(2, running_mean, running_var);
+    PyObject *done =
+        both ? PyObject_CallFunctionObjArgs(watch.increment_version, both, nullptr) : nullptr;
+    if (!done) Py_CLEAR(result);
+    Py_XDECREF(both);
+    Py_XDECREF(done);
   }
   for (PyObject *used : {y, stats, moments}) Py_XDECREF(used);
   return result;
@@ -461,6 +466,7 @@ PyObject *channel_backward(PyObject *saved, PyObject *needs, PyObject *stats, Py
   PyObject *args[CHANNEL_CONSTANTS];
   for (int i = 0; i < CHANNEL_CONSTANTS; i++)
     args[i] = i < 3 ? PyTuple_GetItem(saved, i) : PyTuple_GetItem(constants, i - 3);
+  args[BIAS] = args[KEPT_BIAS];
   const bool given = args[GIVEN] == Py_True;
   Channels c = {};
   Strides strides, grad_strides;
@@ -612,10 +618,13 @@ PyObject *node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
     return nullptr;
   }
   PyObject *ctx = args[0], *y = PyTuple_GetItem(args[4], 0);
-  PyObject *saved = y ? PyTuple_Pack(3, args[1], args[2], args[3]) : nullptr;
+  PyObject *constants = y ? PyTuple_GetItem(args[4], 2) : nullptr;
+  PyObject *saved = constants ? PyTuple_Pack(3, args[1], args[2],
+                                             of_channels(constants) ? Py_None : args[3])
+                              : nullptr;
   const bool fine = saved && !PyObject_SetAttr(ctx, names.to_save, saved) &&
                     !PyObject_SetAttr(ctx, names.stats, PyTuple_GetItem(args[4], 1)) &&
-                    !PyObject_SetAttr(ctx, names.constants, PyTuple_GetItem(args[4], 2));
+                    !PyObject_SetAttr(ctx, names.constants, constants);
   Py_XDECREF(saved);
   if (!fine) return nullptr;
   Py_INCREF(y);
@@ -670,7 +679,7 @@ PyObject *short_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
     return unsure();
   const Kept kept(args[0]);
   if (!kept.constants) return nullptr;
-  if (PyTuple_Size(kept.constants) == CHANNEL_CONSTANTS - 3)
+  if (of_channels(kept.constants))
     return channel_backward(kept.saved, kept.needs, kept.stats, kept.constants, args[1]);
   PyObject *common[COMMON];
   for (int i = 0; i < COMMON; i++)

@@ -295,3 +295,93 @@ def test_rows_lines_and_lanes() -> None:
     channels_last = (64 * 49, 1, 7 * 64, 64)
     axes = _route.axes(sizes, True)
     assert _build.native.loops(axes, channels_last, False, False) == "lanes"
+
+
+@pytest.mark.parametrize(
+    "text,shape",
+    [
+        ("[a] [b]; affine=b", (400_000, 4)),
+        ("n [h] [w]; affine=w", (2, 100_000, 8)),
+        ("n [c] l; affine=c", (50_000, 4, 16)),
+        ("n [h] w; affine=h w", (50_000, 4, 16)),
+        ("[n] c; affine=c", (400_000, 4)),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_gradients_summed_over_many_groups(text: str, shape: tuple[int, ...], masked: bool) -> None:
+    scheme = Scheme(text.replace("[h] [w]", "[h w]").replace("[a] [b]", "[a b]"))
+    x, grad = values(shape), torch.full(shape, 0.1)
+    mask = torch.ones(shape, dtype=torch.bool) if masked else None
+    weight, bias = parameters(Case(scheme, shape))
+    weight, bias = weight.requires_grad_(), bias.requires_grad_()
+    axisnorm.normalize(x, scheme, weight, bias, mask=mask).backward(grad)
+    exact = float(torch.tensor(0.1).double()) * x.numel() / bias.numel()
+    torch.testing.assert_close(bias.grad, torch.full_like(bias, exact), rtol=3e-7, atol=0)
+
+
+def test_running_statistics_whose_xhat_overflows() -> None:
+    x, mean, var = torch.full((2, 1, 4), 2e37), torch.zeros(1), torch.full((1,), 1e-10)
+    for layout in (x, x.expand(2, 1, 4).transpose(0, 2).contiguous().transpose(0, 2)):
+        y = axisnorm.batch_norm(layout, mean, var, torch.zeros(1), torch.ones(1))
+        assert (y == 1).all()
+        y = axisnorm.batch_norm(layout, mean, var, torch.tensor([1e-10]), torch.ones(1))
+        torch.testing.assert_close(y, torch.full_like(y, 2e27 / (1e-10 + 1e-5) ** 0.5))
+
+
+def test_a_variance_beyond_float32_moves_the_running_one() -> None:
+    x = torch.tensor([[2e19], [-2e19]])
+    for given in (x, x.numpy()):
+        like = torch.ones if given is x else np.ones
+        mean, var = like(1) * 0, like(1)
+        axisnorm.batch_norm(given, mean, var, training=True, momentum=0.1)
+        assert float(var[0]) == pytest.approx(8e37, rel=1e-6)
+    wide = torch.ones(1, dtype=torch.float64)
+    axisnorm.batch_norm(x * 1e11, torch.zeros(1).double(), wide, training=True, momentum=0.1)
+    assert float(wide) == pytest.approx(8e59, rel=1e-6)
+
+
+def test_running_statistics_that_share_memory_with_a_saved_tensor() -> None:
+    x = values((8, 4)).requires_grad_()
+    var = torch.full((4,), 5.0)
+    weight = var.detach().requires_grad_()
+    y = axisnorm.batch_norm(x, torch.zeros(4), var, weight, None, True, 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.square().sum().backward()
+
+
+def test_a_bias_may_change_before_backward() -> None:
+    x = values((3, 4, 5)).requires_grad_()
+    weight, bias = torch.ones(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    for norm in (
+        lambda: axisnorm.group_norm(x, 2, weight, bias),
+        lambda: axisnorm.instance_norm(x, None, None, weight, bias),
+        lambda: axisnorm.batch_norm(x, None, None, weight, bias, True),
+    ):
+        y = norm()
+        with torch.no_grad():
+            bias.add_(1)
+        grads = torch.autograd.grad(y.sum(), (x, weight, bias))
+        assert torch.equal(grads[2], torch.full((4,), 15.0))
+
+
+@pytest.mark.usefixtures("isa")
+def test_lanes_with_one_large_step() -> None:
+    x = torch.zeros(1, 1000, 16)
+    x[:, 0] = 1e5
+    scheme = Scheme.layer_norm_2d()
+    assert_close(axisnorm.normalize(x, scheme), reference.forward(x.double(), scheme)[0])
+    ones = torch.full((100_000, 16), 0.1, dtype=torch.float64)
+    y = axisnorm.normalize(ones, "[n] d; center=false; eps=0")
+    assert_close(y, torch.ones_like(y), 4)
+
+
+def test_masked_constants_in_float64() -> None:
+    for text, shape in (
+        ("[n] d", (1000, 7)),
+        ("n [c] l", (5, 96, 3)),
+        ("[n] c [l]; affine=c l", (4, 5, 9)),
+    ):
+        x = torch.full(shape, 0.1, dtype=torch.float64, requires_grad=True)
+        mask = values(shape, seed=1) < 0
+        axisnorm.normalize(x, text, mask=mask).backward(torch.full_like(x, 1.1))
+        assert not x.grad.any()

@@ -76,7 +76,7 @@ def statistics(x: Array, scheme: Scheme | str, mask: Array | None) -> tuple[Arra
         mean, _, rstd = measured.stats
         return (
             (mean + measured.stats[1]).reshape(shape),
-            measured.var.reshape(shape),
+            _narrow(measured.var, kind).reshape(shape),
             rstd.reshape(shape),
         )
     with np.errstate(all="ignore"):
@@ -95,6 +95,11 @@ def _move(inputs: Inputs, sizes: Sizes, moments: reference.Moments) -> None:
             old[...] = new
 
 
+def _narrow(values: Array, kind: Any) -> Array:
+    with np.errstate(over="ignore"):
+        return values.astype(kind)
+
+
 class _Measured:
     """Where the kernels leave the statistics of every group."""
 
@@ -102,7 +107,7 @@ class _Measured:
         kind = _compute_type(inputs.x)
         self.sizes = sizes
         self.stats = np.empty((3, sizes.num_groups), kind)  # hi, lo, rstd; the mean is hi + lo
-        self.var = np.empty(sizes.num_groups, kind)
+        self.var = np.empty(sizes.num_groups)  # may not fit the compute type
         self.count = np.full(sizes.num_groups, float(sizes.group_size))
 
     def moments(self) -> reference.Moments:
@@ -111,7 +116,7 @@ class _Measured:
         with np.errstate(all="ignore"):
             return reference.Moments(
                 (hi + lo).reshape(shape),
-                self.var.astype(np.float64).reshape(shape),
+                self.var.reshape(shape),
                 rstd.reshape(shape),
                 self.count.reshape(shape),
             )

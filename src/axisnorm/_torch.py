@@ -117,7 +117,7 @@ class _ShortNorm(Function):
 def _long_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients where something watches, create_graph for example."""
     inputs = Inputs(*ctx.saved_tensors)
-    if len(ctx.constants) == 4:
+    if not isinstance(ctx.constants[0], tuple):
         return (*_channel_gradients(ctx, grad, inputs), None)
     shape, eps, offset, center, rounded = ctx.constants
     scheme = Scheme.layer_norm(
@@ -133,7 +133,8 @@ def _long_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _channel_gradients(ctx: Any, grad: Tensor, inputs: Inputs) -> tuple[Tensor | None, ...]:
-    kind, groups, eps, given = ctx.constants
+    kind, groups, eps, given, bias = ctx.constants
+    inputs = inputs._replace(bias=bias)
     scheme = (
         Scheme.group_norm(groups, eps=eps)
         if kind == _route.GROUP
@@ -454,7 +455,7 @@ def _forward(
 
 def _new_measured(inputs: Inputs, sizes: Sizes, stats: Tensor) -> Measured:
     x = inputs.x
-    var = x.new_empty(sizes.num_groups, dtype=stats.dtype)
+    var = x.new_empty(sizes.num_groups, dtype=torch.float64)  # may not fit the compute type
     masked = inputs.mask is not None
     count = x.new_empty(sizes.num_groups, dtype=torch.float64) if masked else None
     return Measured(sizes, x.dtype, stats, var, count)
@@ -488,7 +489,7 @@ def _moments(x: Tensor, mask: Tensor | None, scheme: Scheme) -> tuple[Tensor, Te
     if isinstance(found, Measured):
         shape = found.sizes.statistics_shape
         mean, rstd = found.stats[0] + found.stats[1], found.stats[2].clone()
-        return mean.reshape(shape), found.var.reshape(shape), rstd.reshape(shape)
+        return mean.reshape(shape), found.var.to(kind).reshape(shape), rstd.reshape(shape)
     return found.mean.to(kind), found.var.to(kind), found.rstd.to(kind)
 
 
