@@ -50,6 +50,7 @@ IMAGES = {
     "L": ((32, 64, 112, 112),),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+IMAGE_DTYPES = (torch.float32, torch.bfloat16)
 
 Call = Callable[[], Any]
 Norm = Callable[..., Tensor]
@@ -117,18 +118,21 @@ OPERATIONS = (
         lambda x, w, b, _: axisnorm.layer_norm_2d(x, w, b),
         _by_permutation,
         IMAGES,
+        dtypes=IMAGE_DTYPES,
     ),
     Operation(
         "group_norm",
         lambda x, w, b, _: axisnorm.group_norm(x, GROUPS, w, b),
         lambda x, w, b, _: F.group_norm(x, GROUPS, w, b),
         IMAGES,
+        dtypes=IMAGE_DTYPES,
     ),
     Operation(
         "group_norm channels_last",
         lambda x, w, b, _: axisnorm.group_norm(x, GROUPS, w, b),
         lambda x, w, b, _: F.group_norm(x, GROUPS, w, b),
         IMAGES,
+        dtypes=IMAGE_DTYPES,
         channels_last=True,
     ),
     Operation(
@@ -136,12 +140,14 @@ OPERATIONS = (
         lambda x, w, b, _: axisnorm.instance_norm(x, None, None, w, b),
         lambda x, w, b, _: F.instance_norm(x, None, None, w, b),
         IMAGES,
+        dtypes=IMAGE_DTYPES,
     ),
     Operation(
         "batch_norm training",
         lambda x, w, b, s: axisnorm.batch_norm(x, *s, w, b, True),
         lambda x, w, b, s: F.batch_norm(x, *s, w, b, True),
         IMAGES,
+        dtypes=IMAGE_DTYPES,
         running=True,
     ),
     Operation(
@@ -149,6 +155,7 @@ OPERATIONS = (
         lambda x, w, b, s: axisnorm.batch_norm(x, *s, w, b, True),
         lambda x, w, b, s: F.batch_norm(x, *s, w, b, True),
         IMAGES,
+        dtypes=IMAGE_DTYPES,
         running=True,
         channels_last=True,
     ),
@@ -157,6 +164,7 @@ OPERATIONS = (
         lambda x, w, b, s: axisnorm.batch_norm(x, *s, w, b),
         lambda x, w, b, s: F.batch_norm(x, *s, w, b),
         IMAGES,
+        dtypes=IMAGE_DTYPES,
         running=True,
     ),
 )

@@ -132,6 +132,7 @@ template <class T> struct OfLanes {
 
   // Forward: the sums, then their rounding errors, in all parts; into the first part.
   void merge_forward(const Unit &u) const {
+    if (same<C, float>) return merge_parts(u, 2);  // double is better than enough
     double *s = u.part(0, 0), *q = u.part(0, 1), *s_rest = u.part(0, 2), *q_rest = u.part(0, 3);
     for (int64_t p = 1; p < nest.applied.parts; p++)
       for (int64_t j = 0; j < u.pitch; j++) {
@@ -247,7 +248,7 @@ template <class T> struct OfLanes {
   NOINLINE void sum(const Place &at, Unit &u, int64_t part) const {
     double *s = u.part(part, 0), *q = u.part(part, 1);
     double *s_rest = u.part(part, 2), *q_rest = u.part(part, 3);
-    memset(s, 0, (size_t)u.pitch * 4 * sizeof *s);
+    memset(s, 0, (size_t)u.pitch * (same<C, float> ? 2 : 4) * sizeof *s);
     if (task.mask) return sum_masked(at, u, part);
     each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                __attribute__((always_inline)) {
@@ -290,8 +291,13 @@ template <class T> struct OfLanes {
         for (int64_t j = 0; j < n; j++) {
           const double d = m[(begin + j) * nest.mask_step]
                                ? (double)(staged[j] - u.k[begin + j]) : 0.0;
-          add_to(s + begin + j, s_rest + begin + j, d);
-          add_to(q + begin + j, q_rest + begin + j, d * d);
+          if (same<C, float>) {
+            s[begin + j] += d;
+            q[begin + j] += d * d;
+          } else {
+            add_to(s + begin + j, s_rest + begin + j, d);
+            add_to(q + begin + j, q_rest + begin + j, d * d);
+          }
         }
       }
     });

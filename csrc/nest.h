@@ -94,9 +94,10 @@ inline void add_to(double *out, double *rest, double v) {
   *out = t;
 }
 INLINE void add_to(double *out, vf v) {
-  float part[lanes<float>];
-  store(part, v);
-  for (int j = 0; j < lanes<float>; j++) out[j] += (double)part[j];
+  vd half[2];
+  widen(v, half);
+  store(out, load(out) + half[0]);
+  store(out + lanes<double>, load(out + lanes<double>) + half[1]);
 }
 INLINE void add_to(double *out, double *, vf v) { add_to(out, v); }  // double is better than enough
 

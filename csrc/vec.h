@@ -269,23 +269,33 @@ INLINE void store(double *p, vd v, int64_t k) {
 
 // ---- sums
 
+// The lower and the upper half of the lanes, in double.
+INLINE void widen(vf v, vd half[2]) {
+#if defined(__AVX512F__)
+  half[0] = (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
+  half[1] = (vd)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+#elif defined(__AVX__)
+  half[0] = (vd)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
+  half[1] = (vd)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
+#elif defined(__SSE2__)
+  half[0] = (vd)_mm_cvtps_pd((__m128)v);
+  half[1] = (vd)_mm_cvtps_pd(_mm_movehl_ps((__m128)v, (__m128)v));
+#elif defined(__aarch64__)
+  half[0] = (vd)vcvt_f64_f32(vget_low_f32((float32x4_t)v));
+  half[1] = (vd)vcvt_high_f64_f32((float32x4_t)v);
+#else
+  for (int j = 0; j < lanes<double>; j++) {
+    half[0][j] = (double)v[j];
+    half[1][j] = (double)v[j + lanes<double>];
+  }
+#endif
+}
+
 // Half as many lanes: each float lane is added to another one, in double.
 INLINE vd fold(vf v) {
-#if defined(__AVX512F__)
-  return (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v)) +
-         (vd)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
-#elif defined(__AVX__)
-  return (vd)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)) +
-         (vd)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
-#elif defined(__SSE2__)
-  return (vd)_mm_cvtps_pd((__m128)v) + (vd)_mm_cvtps_pd(_mm_movehl_ps((__m128)v, (__m128)v));
-#elif defined(__aarch64__)
-  return (vd)vcvt_f64_f32(vget_low_f32((float32x4_t)v)) + (vd)vcvt_high_f64_f32((float32x4_t)v);
-#else
-  vd r;
-  for (int j = 0; j < lanes<double>; j++) r[j] = (double)v[j] + (double)v[j + lanes<double>];
-  return r;
-#endif
+  vd half[2];
+  widen(v, half);
+  return half[0] + half[1];
 }
 
 INLINE double sum(vd v) {
