@@ -313,6 +313,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     info = machine()
+    if options.out is None:
+        words = re.sub(r"\W+", "-", info["cpu"].lower()).strip("-")
+        options.out = RESULTS / f"{words}.json"
+    options.out.parent.mkdir(exist_ok=True, parents=True)
     console = Console()
     table = Table(
         "operation", "type", "shape", "size", "torch us", "axisnorm us", "ratio", "x copy"
@@ -324,7 +328,7 @@ def main() -> None:
             continue
         if dtype not in options.dtypes.split(","):
             continue
-        with torch.set_grad_enabled("+" in cell.op):
+        with torch.set_grad_enabled("+" in cell.direction):
             seconds, ratio, noisy = race(cell.calls(), options.rounds)
         results.append(
             {
@@ -339,6 +343,8 @@ def main() -> None:
                 "noisy_rounds": noisy,
             }
         )
+        # After each cell: a run that is stopped keeps what it has.
+        options.out.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
         row = results[-1]
         table.add_row(
             cell.op, row["dtype"], "x".join(map(str, cell.shape)), cell.size,
@@ -346,11 +352,6 @@ def main() -> None:
             f"{seconds['axisnorm'] / seconds['copy']:.2f}",
         )  # fmt: skip
     console.print(table)
-    if options.out is None:
-        words = re.sub(r"\W+", "-", info["cpu"].lower()).strip("-")
-        options.out = RESULTS / f"{words}.json"
-    options.out.parent.mkdir(exist_ok=True, parents=True)
-    options.out.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
     console.print(f"written to {options.out}")
 
 

