@@ -24,9 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 import axisnorm
-from axisnorm.lens import report
 from axisnorm.lens.audit import Audit
 from axisnorm.lens.explain import Explanation
+from axisnorm.lens.rendering import report
 
 SENTENCES = [
     "The cat sat on the mat and watched the rain run down the window.",

@@ -14,7 +14,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from axisnorm import explain
-from axisnorm.lens import report
+from axisnorm.lens.rendering import report
 
 SHAPE = (2, 4, 3)  # samples, channels, positions
 NORMS = (

@@ -16,8 +16,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from axisnorm import Scheme, compare, explain, identify
-from axisnorm.lens import figures
 from axisnorm.lens.family import Family, family_of
+from axisnorm.lens.rendering import figures
 
 IMAGE = (2, 4, 2, 2)  # N, C, H, W
 TEXT = (2, 3, 4)  # B, S, D

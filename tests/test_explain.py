@@ -427,8 +427,8 @@ def test_wrong_use(subject, shape):
 
 
 def test_without_rich_the_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "axisnorm.lens.report", raising=False)
-    monkeypatch.delattr("axisnorm.lens.report", raising=False)
+    monkeypatch.delitem(sys.modules, "axisnorm.lens.rendering.report", raising=False)
+    monkeypatch.delattr("axisnorm.lens.rendering.report", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)

@@ -22,16 +22,16 @@ from matplotlib.text import Text
 
 import axisnorm
 from axisnorm import ArgumentError, Scheme, explain
-from axisnorm.lens import figures
 from axisnorm.lens.audit import Audit
-from axisnorm.lens.canvas import HINTED, font_of, shown, text_width, wrapped
 from axisnorm.lens.family import family_of
-from axisnorm.lens.findings import Finding
-from axisnorm.lens.identification import Candidate, Identification
-from axisnorm.lens.mistakes import Mistake
-from axisnorm.lens.palette import FILLS
-from axisnorm.lens.placing import place
-from axisnorm.lens.residuals import MOST_ROWS, chart_of
+from axisnorm.lens.identifying.identification import Candidate, Identification
+from axisnorm.lens.identifying.mistakes import Mistake
+from axisnorm.lens.models.findings import Finding
+from axisnorm.lens.rendering import figures
+from axisnorm.lens.rendering.canvas import HINTED, font_of, shown, text_width, wrapped
+from axisnorm.lens.rendering.palette import FILLS
+from axisnorm.lens.rendering.placing import place
+from axisnorm.lens.rendering.residuals import MOST_ROWS, chart_of
 
 ARTICLE = np.array([[1, 2, 4, 1], [6, 3, 2, 4], [2, 4, 6, 1]])
 
@@ -575,7 +575,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("figures", "cube", "canvas"):
+    for name in ("rendering.figures", "rendering.cube", "rendering.canvas"):
         monkeypatch.delitem(sys.modules, f"axisnorm.lens.{name}", raising=False)
         monkeypatch.delattr(f"axisnorm.lens.{name}", raising=False)
     said = explain("[d]", (3,))

@@ -17,13 +17,13 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 import axisnorm
 from axisnorm import PRESETS, ArgumentError, Scheme, explain
-from axisnorm.lens import html
 from axisnorm.lens.explain import named_norms, partition
-from axisnorm.lens.findings import Finding
-from axisnorm.lens.identification import Candidate, Decision, Identification
-from axisnorm.lens.mistakes import Mistake
+from axisnorm.lens.identifying.identification import Candidate, Decision, Identification
+from axisnorm.lens.identifying.mistakes import Mistake
+from axisnorm.lens.models.findings import Finding
 from axisnorm.lens.naming import kind_of_spread
 from axisnorm.lens.presets import Presets
+from axisnorm.lens.rendering import html
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from axisnorm import PRESETS, Scheme, identify, reference
 from axisnorm.lens.explain import partition
-from axisnorm.lens.hypotheses import Sharing, sharings
-from axisnorm.lens.mistakes import CODES
+from axisnorm.lens.identifying.hypotheses import Sharing, sharings
+from axisnorm.lens.identifying.mistakes import CODES
 from axisnorm.scheme import ArgumentError, DtypeError
 
 KEYS = {

@@ -12,7 +12,7 @@ import torch
 
 from axisnorm import Scheme, reference
 from axisnorm.__main__ import main
-from axisnorm.lens.files import arrays_of, read
+from axisnorm.lens.identifying.files import arrays_of, read
 from axisnorm.scheme import ArgumentError
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from axisnorm import identify, reference
 from axisnorm.lens.explain import partition
-from axisnorm.lens.hypotheses import CENTRED, UNCENTRED, affine_choices, sharings
+from axisnorm.lens.identifying.hypotheses import CENTRED, UNCENTRED, affine_choices, sharings
 
 TYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 FORMULAS = [formula for formula in CENTRED + UNCENTRED if formula.passes == 1]

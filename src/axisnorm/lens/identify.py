@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..scheme import ArgumentError, DtypeError
-from .evidence import Floats, double, pair_of
-from .files import SUFFIXES, arrays_of, read
-from .fit import Given, places
-from .identification import Candidate, Decision, Identification
+from .identifying.evidence import Floats, double, pair_of
+from .identifying.files import SUFFIXES, arrays_of, read
+from .identifying.fit import Given, places
+from .identifying.identification import Candidate, Decision, Identification
+from .identifying.rivals import fitted_eps, rivals, tell_apart, tolerance
+from .identifying.study import Study
 from .naming import affine_axes, in_words, kind_of_mean, meanings, on_axes
-from .rivals import fitted_eps, rivals, tell_apart, tolerance
-from .study import Study
 
 if TYPE_CHECKING:
     import argparse

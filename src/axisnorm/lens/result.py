@@ -59,19 +59,19 @@ class Result(abc.ABC):
         Raises:
             ModuleNotFoundError: rich is not installed (``pip install 'axisnorm[lens]'``).
         """
-        from . import report
+        from .rendering import report
 
         return report.to_text(getattr(report, self.kind)(self), width=width, color=color)
 
     def to_html(self) -> str:
         """The result as one page that needs nothing else: no network and no other file."""
-        from . import html as pages
+        from .rendering import html as pages
 
         return pages.page(self)
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, so that a notebook's styles and its do not meet."""
-        from . import html as pages
+        from .rendering import html as pages
 
         return pages.fragment(self)
 
@@ -81,7 +81,7 @@ class Result(abc.ABC):
         Raises:
             ModuleNotFoundError: matplotlib is not installed (``pip install 'axisnorm[lens]'``).
         """
-        from . import figures
+        from .rendering import figures
 
         return figures.figure(self)
 
@@ -96,7 +96,7 @@ class Result(abc.ABC):
 
     def figure_file(self, format: str) -> bytes:
         """What :meth:`save_figure` writes."""
-        from . import figures
+        from .rendering import figures
 
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / f"figure.{format}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..presets import PRESETS
 from ..scheme import ArgumentError, Scheme, as_scheme
-from .declared import declared_scheme, function_scheme
+from .models.declared import declared_scheme, function_scheme
 
 __all__ = [
     "Subject",

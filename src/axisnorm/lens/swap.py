@@ -23,7 +23,7 @@ from ..scheme import ArgumentError
 from .audit import Audit, Norm, audit
 from .explain import with_article
 from .identify import tolerance
-from .observe import Call, observed, run, unchanged, uncompiled
+from .models.observe import Call, observed, run, unchanged, uncompiled
 from .result import Result
 
 __all__ = ["Left", "Replaced", "Swap", "swap"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..scheme import Scheme
-from .naming import in_words, kind_of_mean, on_axes
+from ...scheme import Scheme
+from ..naming import in_words, kind_of_mean, on_axes
 
 __all__ = ["CODES", "Mistake", "mistake_of", "twice"]
 

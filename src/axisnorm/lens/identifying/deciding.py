@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import reference
-from ..scheme import ArgumentError, Scheme
+from ... import reference
+from ...scheme import ArgumentError, Scheme
 from .identification import Decision, Identification
 
 __all__ = ["decisions"]

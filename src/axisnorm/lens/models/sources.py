@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..scheme import ArgumentError, DtypeError
-from .explain import with_article
+from ...scheme import ArgumentError, DtypeError
+from ..explain import with_article
 
 __all__ = ["blaming", "load", "load_transformers"]
 

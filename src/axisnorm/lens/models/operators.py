@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..scheme import Scheme
+from ...scheme import Scheme
 from .observe import Operator
 
 __all__ = ["FUSED_ENCODER", "OperatorReader", "Performed"]

@@ -27,22 +27,22 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from ..presets import PRESETS
-from .explain import axis_dimensions, axis_names, part_names
+from ...presets import PRESETS
+from ..explain import axis_dimensions, axis_names, part_names
+from ..identify import kind_of_mean
 from .folding import alike, folded, template, worst_first
-from .identify import kind_of_mean
 from .palette import FILLS, letters
 
 if TYPE_CHECKING:
-    from ..scheme import Sizes
-    from .audit import Audit, Norm
-    from .compare import Comparison
-    from .explain import Explanation
-    from .findings import Finding
-    from .identification import Candidate, Identification
-    from .presets import Presets
-    from .swap import Swap
-    from .worked import Worked
+    from ...scheme import Sizes
+    from ..compare import Comparison
+    from ..explain import Explanation
+    from ..identifying.identification import Candidate, Identification
+    from ..models.findings import Finding
+    from ..models.norms import Audit, Norm
+    from ..presets import Presets
+    from ..swap import Swap
+    from ..worked import Worked
 
 __all__ = [
     "audit",

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import reference
-from ..scheme import Scheme, Sizes
-from .explain import axis_dimensions, partition
+from ... import reference
+from ...scheme import Scheme, Sizes
+from ..explain import axis_dimensions, partition
+from ..naming import affine_axes, is_trailing, kind_of_mean, meanings, on_axes
 from .identification import Candidate, Identification
-from .naming import affine_axes, is_trailing, kind_of_mean, meanings, on_axes
 
 __all__ = ["fitted_eps", "rivals", "tell_apart", "tolerance"]
 

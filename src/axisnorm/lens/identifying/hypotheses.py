@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from ..presets import PRESETS
-from ..scheme import ArgumentError, Scheme
-from .explain import partition
-from .naming import on_axes
+from ...presets import PRESETS
+from ...scheme import ArgumentError, Scheme
+from ..explain import partition
+from ..naming import on_axes
 
 __all__ = [
     "CENTRED",

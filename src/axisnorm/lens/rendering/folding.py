@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .audit import Norm
-    from .findings import Finding
+    from ..models.findings import Finding
+    from ..models.norms import Norm
 
 __all__ = ["alike", "folded", "same_template", "template", "worst_first"]
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..scheme import Scheme
+from ...scheme import Scheme
+from ..result import Result
 from .mistakes import Mistake
-from .result import Result
 
 __all__ = ["Candidate", "Decision", "Identification"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..scheme import ArgumentError
+from ...scheme import ArgumentError
 
 __all__ = ["SUFFIXES", "arrays_of", "read"]
 

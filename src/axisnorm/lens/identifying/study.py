@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import reference
-from ..scheme import Scheme
+from ... import reference
+from ...scheme import Scheme
+from ..naming import affine_axes, in_words
 from .deciding import decisions
 from .digits import computed_in, rounding_order
 from .evidence import UNITS, Floats, Noise, Pair, double, printed_decimals
@@ -29,7 +30,6 @@ from .hypotheses import (
 from .identification import Candidate, Decision, Identification, axes_in_words
 from .maps import Map, maps
 from .mistakes import mistake_of, twice
-from .naming import affine_axes, in_words
 from .search import known_fits, nearest_screened, ruled_out, search
 
 __all__ = ["Study", "map_in_words"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..scheme import Scheme
-from .identify import Identification, affine_axes, in_words
+from ...scheme import Scheme
+from ..identify import Identification, affine_axes, in_words
 
 __all__ = ["CODES", "Finding", "findings_of", "mixed_eps"]
 

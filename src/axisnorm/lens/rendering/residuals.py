@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .identification import Candidate, Identification
+    from ..identifying.identification import Candidate, Identification
 
 __all__ = ["Chart", "chart_of", "eps_in_words"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .. import reference
-from ..scheme import ArgumentError, Scheme
-from .identify import Candidate, fitted_eps, meanings, on_axes
+from ... import reference
+from ...scheme import ArgumentError, Scheme
+from ..identify import Candidate, fitted_eps, meanings, on_axes
 
 __all__ = ["Guess", "eps_is_undetermined", "guesses", "looks_like_a_norm", "looks_normalized"]
 

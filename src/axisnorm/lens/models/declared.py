@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ..scheme import ArgumentError, Scheme, as_scheme
+from ...scheme import ArgumentError, Scheme, as_scheme
 
 __all__ = ["declared_scheme", "function_scheme"]
 

@@ -26,7 +26,9 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from ..scheme import ArgumentError, Scheme
+from ...scheme import ArgumentError, Scheme
+from ..explain import axis_names
+from ..naming import kind_of_mean, kind_of_spread
 from .canvas import (
     ACCENT,
     INK,
@@ -40,18 +42,16 @@ from .canvas import (
     wrapped,
 )
 from .cube import Grouping, affine_grouping, box_of, draw_tensor, footprint, statistics_grouping
-from .explain import axis_names
 from .folding import alike, folded, worst_first
-from .naming import kind_of_mean, kind_of_spread
 from .placing import place
 from .residuals import chart_of
 
 if TYPE_CHECKING:
-    from .audit import Audit
-    from .compare import Comparison
-    from .explain import Explanation
-    from .family import Family, Node
-    from .identification import Identification
+    from ..compare import Comparison
+    from ..explain import Explanation
+    from ..family import Family, Node
+    from ..identifying.identification import Identification
+    from ..models.norms import Audit
 
 __all__ = ["family", "figure", "save", "tensors"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..half_types import HALF_TYPES, rounded
 from .evidence import UNITS, Floats, Pair
-from .half_types import HALF_TYPES, rounded
 
 if TYPE_CHECKING:
     from .fit import Fit

@@ -17,13 +17,13 @@ from matplotlib.patches import PathPatch, Polygon
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
-from ..scheme import Sizes
+from ...scheme import Sizes
+from ..explain import axis_dimensions, part_names
 from .canvas import ACCENT, FAINT, INK, SOFT, Canvas, font_of, text_width
-from .explain import axis_dimensions, part_names
 from .palette import FILLS, letters
 
 if TYPE_CHECKING:
-    from .explain import Explanation
+    from ..explain import Explanation
 
 __all__ = [
     "Box",

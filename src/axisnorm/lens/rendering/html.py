@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..presets import PRESETS
-from ..scheme import ArgumentError
+from ...presets import PRESETS
+from ...scheme import ArgumentError
 from .folding import alike, folded, worst_first
 from .palette import FILLS
 from .placing import place
 from .residuals import chart_of, eps_in_words
 
 if TYPE_CHECKING:
-    from .audit import Audit, Norm
-    from .compare import Comparison
-    from .explain import Explanation
-    from .family import Family, Node
-    from .findings import Finding
-    from .identification import Candidate, Identification
-    from .presets import Presets
-    from .swap import Swap
-    from .witness import Example
-    from .worked import Worked
+    from ..compare import Comparison
+    from ..explain import Explanation
+    from ..family import Family, Node
+    from ..identifying.identification import Candidate, Identification
+    from ..models.findings import Finding
+    from ..models.norms import Audit, Norm
+    from ..presets import Presets
+    from ..swap import Swap
+    from ..witness import Example
+    from ..worked import Worked
 
 __all__ = ["fragment", "page"]
 

@@ -1,0 +1,1 @@
+"""How an input and an output tell which normalization was computed."""

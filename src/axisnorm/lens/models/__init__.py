@@ -1,0 +1,1 @@
+"""How a model is read and run, and what is found in it."""

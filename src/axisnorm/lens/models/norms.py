@@ -1,0 +1,130 @@
+"""What an audit found, as data: a model's normalizations and what is suspicious about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...scheme import Scheme
+from ..identify import Identification, in_words
+from ..result import Result
+from .findings import Finding
+
+__all__ = ["Audit", "Norm"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One normalization of a model, and what it was seen to compute."""
+
+    path: str
+    """The module's path; for a function, the path of the module that calls it and its name."""
+    cls: str
+    """The module's class, or the function's name."""
+    kind: str
+    """``"module"`` or ``"function"``."""
+    declared: Scheme | None
+    """What the class and its arguments say; None for a class that is not torch's or ours."""
+    scheme: Scheme | None
+    """What it was shown to compute, None where nothing was."""
+    identification: Identification | None
+    """The schemes that were held against its input and output."""
+    eps: float | None
+    shape: tuple[int, ...] | None
+    """Of the input, None if it did not run."""
+    dtype: str | None
+    affine_shape: tuple[int, ...]
+    num_statistics: int | None
+    """How many means there are at this input."""
+    group_size: int | None
+    """How many elements share one mean."""
+    calls: int
+    time_share: float | None
+    """Its share of the forward pass's wall time, None where it was not measured."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def verified(self) -> bool:
+        """Whether it was shown to compute what it declares, or, undeclared, what is said here."""
+        return (
+            self.scheme is not None
+            and self.declared in (None, self.scheme)
+            and not self.center_unclear
+        )
+
+    @property
+    def center_unclear(self) -> bool:
+        """Whether it declares nothing, and might as well subtract a mean as not."""
+        found = self.identification
+        return self.declared is None and found is not None and found.center_unclear
+
+    @property
+    def eps_undetermined(self) -> bool:
+        """Whether nothing says its eps: neither its class nor this input."""
+        return any(finding.code == "eps-undetermined" for finding in self.findings)
+
+    @property
+    def in_words(self) -> str:
+        """What shares a mean, as in ``"one mean a token"``."""
+        scheme = self.scheme or self.declared
+        if scheme is None or self.shape is None:
+            return ""
+        if self.center_unclear:
+            return "LayerNorm or RMSNorm (this input cannot tell)"
+        return in_words(scheme, self.shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "path": self.path,
+            "class": self.cls,
+            "kind": self.kind,
+            "declared": str(self.declared) if self.declared else None,
+            "scheme": str(self.scheme) if self.scheme else None,
+            "verified": self.verified,
+            "in_words": self.in_words,
+            "identification": self.identification.to_dict() if self.identification else None,
+            "eps": self.eps,
+            "shape": list(self.shape) if self.shape is not None else None,
+            "dtype": self.dtype,
+            "affine_shape": list(self.affine_shape),
+            "num_statistics": self.num_statistics,
+            "group_size": self.group_size,
+            "calls": self.calls,
+            "time_share": self.time_share,
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+
+@dataclass(frozen=True)
+class Audit(Result):
+    """Every normalization of one model at one input."""
+
+    kind: ClassVar[str] = "audit"
+
+    model: str
+    """The model's class."""
+    norms: tuple[Norm, ...]
+    """In the order in which they first ran; those that did not run stand at the end."""
+    findings: tuple[Finding, ...]
+    """Those of the norms, in their order, and those of the model as a whole."""
+    seconds: float
+    """Of one forward pass: the median of up to seven, observed by two clock readings a norm."""
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether a finding is more than a note."""
+        return any(finding.severity != "note" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The data of :meth:`to_json`."""
+        return {
+            "model": self.model,
+            "seconds": self.seconds,
+            "suspicious": self.suspicious,
+            "norms": [norm.to_dict() for norm in self.norms],
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+    def __repr__(self) -> str:
+        return f"Audit({self.model}: {len(self.norms)} norms, {len(self.findings)} findings)"
