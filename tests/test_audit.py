@@ -642,7 +642,15 @@ def test_report_groups_identical_norms():
 
 def test_json():
     data = json.loads(audit(nn.Sequential(nn.LayerNorm(8)), randn(4, 6, 8)).to_json())
-    assert list(data) == ["schema", "model", "seconds", "suspicious", "norms", "findings"]
+    assert list(data) == [
+        "schema",
+        "model",
+        "source",
+        "seconds",
+        "suspicious",
+        "norms",
+        "findings",
+    ]
     (norm,) = data["norms"]
     assert norm["path"] == "0" and norm["scheme"] == "... [d]; affine=d" and norm["verified"]
     assert norm["identification"]["best"]["axes"] == [2]

@@ -22,7 +22,8 @@ class Norm:
     cls: str
     """The module's class, or the function's name."""
     kind: str
-    """``"module"`` or ``"function"``."""
+    """``"module"``, ``"function"`` (one operator), ``"fragment"`` (operators that compute a norm
+    together) or ``"node"`` (of a graph)."""
     declared: Scheme | None
     """What the class and its arguments say; None for a class that is not torch's or ours."""
     scheme: Scheme | None
@@ -42,6 +43,10 @@ class Norm:
     time_share: float | None
     """Its share of the forward pass's wall time, None where it was not measured."""
     findings: tuple[Finding, ...]
+    nodes: tuple[str, ...] = ()
+    """The graph's nodes or the operators that compute it, in order; empty for a module."""
+    axes: tuple[str, ...] = ()
+    """The names of the input's axes, from its scheme; those that share a mean in brackets."""
 
     @property
     def verified(self) -> bool:
@@ -93,6 +98,8 @@ class Norm:
             "calls": self.calls,
             "time_share": self.time_share,
             "findings": [finding.to_dict() for finding in self.findings],
+            "nodes": list(self.nodes),
+            "axes": list(self.axes),
         }
 
 
@@ -110,6 +117,9 @@ class Audit(Result):
     """Those of the norms, in their order, and those of the model as a whole."""
     seconds: float
     """Of one forward pass: the median of up to seven, observed by two clock readings a norm."""
+    source: str = "module"
+    """What was read: ``"module"``, ``"transformers"``, ``"exported"`` (.pt2), ``"torchscript"``
+    or ``"onnx"``."""
 
     @property
     def suspicious(self) -> bool:
@@ -120,6 +130,7 @@ class Audit(Result):
         """The data of :meth:`to_json`."""
         return {
             "model": self.model,
+            "source": self.source,
             "seconds": self.seconds,
             "suspicious": self.suspicious,
             "norms": [norm.to_dict() for norm in self.norms],
