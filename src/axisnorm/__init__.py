@@ -28,7 +28,7 @@ from .presets import PRESETS
 from .scheme import ArgumentError, DtypeError, Scheme
 
 if TYPE_CHECKING:
-    from . import lens, nn
+    from . import lens, nn, onnx
     from .lens.audit import audit
     from .lens.compare import compare
     from .lens.explain import explain
@@ -57,6 +57,7 @@ __all__ = [
     "lens",
     "nn",
     "normalize",
+    "onnx",
     "rms_norm",
     "statistics",
     "swap",
@@ -65,6 +66,7 @@ __all__ = [
 # Loaded on first use: nn needs torch, the lens more.
 _LATER = {
     "nn": ".nn",
+    "onnx": ".onnx",
     "lens": ".lens",
     "explain": ".lens.explain",
     "compare": ".lens.compare",

@@ -17,7 +17,7 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.graph import increment_version
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _build, _route, _torch_memory, reference
+from . import _build, _onnx, _route, _torch_memory, reference
 from ._torch_memory import empty_cache
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
@@ -26,6 +26,7 @@ __all__ = [
     "Inputs",
     "Tensor",
     "empty_cache",
+    "exported",
     "handle_torch_function",
     "has_torch_function",
     "is_foreign",
@@ -201,7 +202,7 @@ def normalize(inputs: Inputs, scheme: Scheme | str, out: Tensor | None = None) -
     if _is_compiling() or is_tracing():
         if out is not None:
             _check_out(inputs, out)
-        y = _normalize_by_ops(inputs, scheme)
+        y = (exported if _onnx.is_exporting() else _normalize_by_ops)(inputs, scheme)
         return y if out is None else out.copy_(y)
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
@@ -235,6 +236,10 @@ def statistics(x: Tensor, scheme: Scheme | str, mask: Tensor | None) -> tuple[Te
     """Mean, variance and rstd of every group, in the compute type."""
     inputs = Inputs(x, mask=mask)
     if _is_compiling() or is_tracing():
+        if _onnx.is_exporting():
+            with _onnx.quiet():
+                _check(inputs, as_scheme(scheme))
+                return _onnx.moments(x, as_scheme(scheme), mask)
         return tuple(torch.ops.axisnorm.norm_moments(x, mask, _text(scheme)))
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
@@ -245,6 +250,16 @@ def statistics(x: Tensor, scheme: Scheme | str, mask: Tensor | None) -> tuple[Te
     if _dispatch_modes() or not _is_plain(*inputs):
         return tuple(torch.ops.axisnorm.norm_moments(x, mask, str(scheme)))
     return _moments(x, mask, scheme)
+
+
+def exported(inputs: Inputs, scheme: Scheme | str) -> Tensor:
+    """What an ONNX exporter gets: a graph without state, so running statistics do not move."""
+    meaning = as_scheme(scheme)
+    with _onnx.quiet():
+        _check(inputs, meaning)
+        if meaning.statistics == "batch":
+            inputs = inputs._replace(running_mean=None, running_var=None)
+        return _onnx.normalize(inputs, meaning)
 
 
 def _differentiable(inputs: Inputs, scheme: Scheme) -> tuple[Tensor, reference.Moments]:

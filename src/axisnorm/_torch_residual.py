@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import _route, _torch, _torch_memory, reference
+from . import _onnx, _route, _torch, _torch_memory, reference
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
@@ -100,6 +100,9 @@ def normalize(
 ) -> tuple[Tensor, Tensor | None]:
     """y and h (None where neither ``prenorm`` nor backward asks for it)."""
     if _torch._is_compiling() or _torch.is_tracing():
+        if _onnx.is_exporting():
+            total = residual + (torch.dropout(x, dropout_p, True) if dropout_p else x)
+            return _torch.exported(Inputs(total, weight, bias), scheme), total
         return _by_ops(Sum(x, residual, weight, bias, _seed(x, dropout_p), dropout_p), scheme)
     meaning = as_scheme(scheme)
     tensors = (x, residual, weight, bias)

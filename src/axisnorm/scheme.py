@@ -272,10 +272,9 @@ class Scheme:
     momentum: float | None = 0.1
     running_correction: float = 1
 
-    # Derived once: the axes as data, the canonical text, the hash.
+    # Derived once: the axes as data, the canonical text.
     _parsed: ClassVar[tuple[Axis, ...]]
     _text: ClassVar[str]
-    _hash: ClassVar[int]
 
     def __post_init__(self) -> None:
         if not isinstance(self.axes, str):
@@ -292,7 +291,6 @@ class Scheme:
         self._check_values()
         self._set("affine", self._check_affine())
         self._set("_text", self._write())
-        self._set("_hash", hash(self._text))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -380,7 +378,7 @@ class Scheme:
         return self._text
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Scheme, (self.text,)

@@ -209,7 +209,7 @@ def _reason(norm: Norm, module: torch.nn.Module) -> str:
         return "is this library's already"
     codes = {finding.code for finding in norm.findings}
     if "bypassed" in codes:
-        return "bypassed: torch's fused encoder layer computes it itself"
+        return "bypassed in eval: torch's fused encoder layer computes it itself"
     if "not-run" in codes:
         return "did not run on this input"
     if kind not in DROP_INS and _foreign_name(kind) not in FOREIGN:
