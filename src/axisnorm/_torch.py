@@ -7,7 +7,7 @@ compilers and tensor subclasses see ``torch.ops.axisnorm``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,17 +74,21 @@ def is_tracing() -> bool:
 
 def _is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are ordinary tensors in memory, so that their data may be read directly."""
-    return all(
-        t is None
-        or (
+    for t in tensors:
+        if t is not None and not (
             type(t) in _PLAIN
-            and t.device.type == "cpu"
+            and t.is_cpu
             and not t.is_neg()
             and not t._is_zerotensor()
             and not torch._is_functional_tensor(t)
-        )
-        for t in tensors
-    )
+        ):
+            return False
+    return True
+
+
+def _is_watched() -> bool:
+    """Whether a transform, forward mode or a dispatch mode is to see the op."""
+    return bool(_transforms() or forward_ad._current_level >= 0 or _dispatch_modes())
 
 
 def _is_batched(t: Tensor) -> bool:
@@ -217,11 +221,8 @@ def normalize(inputs: Inputs, scheme: Scheme | str, out: Tensor | None = None) -
         kept = [None if moving or t is None else t.clone() for t in inputs[4:]]
         used = inputs._replace(running_mean=kept[0], running_var=kept[1])
     found: list[Statistics] | None = [] if moving else None
-    if _transforms() or forward_ad._current_level >= 0:
-        y, moments = _differentiable(used, scheme)
-        found = [moments]
-    elif _dispatch_modes() or not _is_plain(*inputs, out):
-        y = _normalize_by_ops(inputs, str(scheme))
+    if _is_watched() or not _is_plain(*inputs, out) or _needs_grad(*inputs[4:]):
+        y = _normalize_by_ops(inputs if moving else used, str(scheme))
         moving = False
     elif _needs_grad(*inputs[:3]):
         y = _Norm.apply(*used, scheme, found)
@@ -243,11 +244,9 @@ def statistics(x: Tensor, scheme: Scheme | str, mask: Tensor | None) -> tuple[Te
         return tuple(torch.ops.axisnorm.norm_moments(x, mask, _text(scheme)))
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
-    if _transforms() or forward_ad._current_level >= 0 or _needs_grad(x):
-        moments = reference.moments(x, scheme, mask=mask)
-        kind = _compute_type(x)
-        return tuple(t.to(kind) for t in (moments.mean, moments.var, moments.rstd))
-    if _dispatch_modes() or not _is_plain(*inputs):
+    if _needs_grad(x) and not _dispatch_modes():
+        return _moments_by_reference(x, mask, str(scheme))
+    if _is_watched() or not _is_plain(*inputs):
         return tuple(torch.ops.axisnorm.norm_moments(x, mask, str(scheme)))
     return _moments(x, mask, scheme)
 
@@ -279,6 +278,11 @@ def _check_moving(inputs: Inputs, out: Tensor | None) -> None:
     for name, running in zip(Inputs._fields[4:], inputs[4:], strict=True):
         assert running is not None
         _check_writable(name, running)
+        if _needs_grad(running):
+            raise ArgumentError(
+                f"{name} is moved, and what it was has no gradient. One that requires a gradient "
+                "came. Give its detach()."
+            )
         if running.is_inference() and not torch.is_inference_mode_enabled():
             raise ArgumentError(
                 f"{name} is moved, and tensors made in inference mode cannot be. One came. "
@@ -452,20 +456,24 @@ def _forward(
     sizes = _sizes(x, scheme)
     _check_memory(*inputs, out)
     kind = _compute_type(x)
-    stats = x.new_empty((3, sizes.num_groups), dtype=kind)
     if _route_of(inputs, sizes).engine == "native":
+        stats = x.new_empty((3, sizes.num_groups), dtype=kind)
         measured = None
         if found is not None:
             measured = _new_measured(inputs, sizes, stats)
             found.append(measured)
         return _native_forward(inputs, sizes, stats, measured, out), stats
     y, moments = _differentiable(inputs, scheme)
-    stats[0] = moments.mean.flatten()
-    stats[1] = moments.mean.flatten() - stats[0]
-    stats[2] = moments.rstd.flatten()
     if found is not None:
         found.append(moments)
-    return (torch.empty_like(x) if out is None else out).copy_(y), stats
+    return (torch.empty_like(x) if out is None else out).copy_(y), _narrowed(moments, kind)
+
+
+def _narrowed(moments: reference.Moments, kind: torch.dtype) -> Tensor:
+    """The statistics (3, groups) as the kernels leave them: hi, lo and rstd."""
+    mean, rstd = moments.mean.flatten(), moments.rstd.flatten()
+    high = mean.to(kind)
+    return torch.stack([high, (mean - high).to(kind), rstd.to(kind)])
 
 
 def _new_measured(inputs: Inputs, sizes: Sizes, stats: Tensor) -> Measured:
@@ -839,9 +847,45 @@ def _normalize_by_ops(inputs: Inputs, scheme: Scheme | str) -> Tensor:
         return ops.norm_fwd(x, weight, bias, mask, text, running_mean, running_var)[0]
     y = ops.norm_fwd(x, weight, bias, mask, text)[0]
     mean, var = ops.norm_running(x.detach(), mask, running_mean, running_var, text)
+    if not _is_compiling() and _transforms():
+        _Move.apply(running_mean, running_var, mean, var)
+        return y
     running_mean.copy_(mean)
     running_var.copy_(var)
     return y
+
+
+class _Move(Function):
+    """Moves running statistics under torch.func as torch's own batch norm does.
+
+    Those that a function under grad or jvp captures move although it is transformed; under vmap
+    each sample has its own.
+    """
+
+    @staticmethod
+    def forward(running_mean: Tensor, running_var: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        running_mean.copy_(mean)
+        running_var.copy_(var)
+        return mean.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def jvp(*_: Any) -> None:
+        """The output has no tangent."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, None]:
+        if None in in_dims[:2]:
+            raise ArgumentError(
+                "Under vmap each sample moves running statistics of its own. running_mean or "
+                "running_var is not mapped over. Map over both, or leave them away "
+                "(track_running_stats=False)."
+            )
+        moved = (t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True) if d is not None)
+        return _Move.apply(*moved), None
 
 
 def _op_forward(
@@ -916,9 +960,11 @@ def _fake_moments(x: Tensor, mask: Tensor | None, scheme: str) -> tuple[Tensor, 
 def _op_running(
     x: Tensor, mask: Tensor | None, running_mean: Tensor, running_var: Tensor, scheme: str
 ) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(x, None, None, mask, running_mean, running_var)
     meaning = as_scheme(scheme)
-    return _moved(inputs, meaning, _measure(inputs, meaning))
+    moved = running_mean.clone(), running_var.clone()
+    inputs = Inputs(x, None, None, mask, *moved)
+    _move(inputs, meaning, _measure(inputs, meaning))
+    return moved
 
 
 def _fake_running(
@@ -928,14 +974,51 @@ def _fake_running(
     return torch.empty_like(running_mean), torch.empty_like(running_var)
 
 
-for _name, _implementation, _fake in (
-    ("norm_fwd", _op_forward, _fake_forward),
-    ("norm_bwd", _op_backward, _fake_backward),
-    ("norm_moments", _op_moments, _fake_moments),
-    ("norm_running", _op_running, _fake_running),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"axisnorm::{_name}", _fake, lib=_library)
+def _moments_by_reference(
+    x: Tensor, mask: Tensor | None, scheme: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = reference.moments(x, as_scheme(scheme), mask=mask)
+    kind = _compute_type(x)
+    return found.mean.to(kind), found.var.to(kind), found.rstd.to(kind)
+
+
+def _forward_by_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scheme: str,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
+    y, moments = _differentiable(inputs, as_scheme(scheme))
+    return y, _narrowed(moments, _compute_type(x))
+
+
+def _backward_by_reference(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    _stats: Tensor,
+    scheme: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
+    dx, dweight, dbias = _reference_backward(grad, inputs, as_scheme(scheme))
+    nothing = x.new_empty(0)
+    return dx, nothing if dweight is None else dweight, nothing if dbias is None else dbias
+
+
+def _running_by_reference(
+    x: Tensor, mask: Tensor | None, running_mean: Tensor, running_var: Tensor, scheme: str
+) -> tuple[Tensor, Tensor]:
+    meaning = as_scheme(scheme)
+    inputs = Inputs(x, None, None, mask, running_mean, running_var)
+    return _moved(inputs, meaning, reference.moments(x, meaning, mask=mask))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -951,11 +1034,6 @@ def _op_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     return (*found, *[None] * 4)
 
 
-torch.library.register_autograd(
-    "axisnorm::norm_fwd", _op_gradients, setup_context=_keep_for_backward, lib=_library
-)
-
-
 def _keep_for_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, mask, ctx.scheme = inputs
     ctx.save_for_backward(x, mask)
@@ -966,13 +1044,91 @@ def _moments_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     x, mask = ctx.saved_tensors
     with torch.enable_grad():
         x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-        found = reference.moments(x, as_scheme(ctx.scheme), mask=mask)
-        values = (found.mean, found.var, found.rstd)
-        total = sum((v * g).sum() for v, g in zip(values, grads, strict=True))
+        values = _moments_by_reference(x, mask, ctx.scheme)
+        total = torch.stack([(v * g).sum() for v, g in zip(values, grads, strict=True)]).sum()
         (dx,) = torch.autograd.grad(total, x, create_graph=_grad_enabled())
     return dx, None, None
 
 
-torch.library.register_autograd(
-    "axisnorm::norm_moments", _moments_gradients, setup_context=_keep_for_moments, lib=_library
-)
+@dataclass(frozen=True)
+class Rules:
+    """What torch asks about an op."""
+
+    implementation: Callable[..., Any]
+    fake: Callable[..., Any]
+    by_reference: Callable[..., Any]
+    """The same, of operations that torch differentiates and batches."""
+    keep: Callable[[Any, tuple[Any, ...], Any], None] = _nothing
+    """Keeps in a node what ``gradients`` needs."""
+    gradients: Callable[..., Any] | None = None
+    """None where the op has no gradient."""
+    differentiable: int | None = None
+    """How many of the inputs ``gradients`` is for, by default all: where a later one needs a
+    gradient, the reference has it."""
+
+
+def register(library: torch.library.Library, name: str, rules: Rules) -> None:
+    """Give an op its kernel, its fake, its gradient, and its meaning under torch.func."""
+    library.impl(name, rules.implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"axisnorm::{name}", rules.fake, lib=library)
+
+    # vmap decomposes the op: what arrives here are the tensors that vmap batches.
+    library.impl(name, rules.by_reference, "FuncTorchBatched")
+    if rules.gradients is not None:
+        library.impl(name, _autograd_kernel(name, rules, rules.gradients), "Autograd")
+
+
+def _autograd_kernel(name: str, rules: Rules, gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """The op above autograd.
+
+    What torch.library.register_autograd makes has no forward mode, silently, and cannot be called
+    under the transforms of torch.func.
+    """
+    op = getattr(torch.ops.axisnorm, name).default
+    arity = len(op._schema.arguments)
+    differentiable = arity if rules.differentiable is None else rules.differentiable
+
+    def below(inputs: tuple[Any, ...]) -> Any:
+        if not _dispatch_modes() and _is_plain(*(t for t in inputs if isinstance(t, Tensor))):
+            return rules.implementation(*inputs)
+        with _C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    class Node(Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = below(inputs)
+            rules.keep(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradients)
+
+    Node.__name__ = f"axisnorm_{name}"
+
+    def kernel(*inputs: Any) -> Any:
+        if _transforms() or forward_ad._current_level >= 0 or _needs_grad(*inputs[differentiable:]):
+            return rules.by_reference(*inputs)
+        if _grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+            # The dispatcher leaves out what has its default, None.
+            return Node.apply(*inputs, *[None] * (arity - len(inputs)))
+        return below(inputs)
+
+    return kernel
+
+
+for _name, _rules in {
+    "norm_fwd": Rules(
+        _op_forward,
+        _fake_forward,
+        _forward_by_reference,
+        _keep_for_backward,
+        _op_gradients,
+        differentiable=5,
+    ),
+    "norm_bwd": Rules(_op_backward, _fake_backward, _backward_by_reference),
+    "norm_moments": Rules(
+        _op_moments, _fake_moments, _moments_by_reference, _keep_for_moments, _moments_gradients
+    ),
+    "norm_running": Rules(_op_running, _fake_running, _running_by_reference),
+}.items():
+    register(_library, _name, _rules)

@@ -114,7 +114,7 @@ def normalize(
     # Nothing is refused after this.
     given = Sum(*tensors, _seed(x, dropout_p), dropout_p)
     if transformed or forward_ad._current_level >= 0:
-        return _differentiable(given, meaning)
+        return _forward_by_reference(*given, str(meaning))[:2]
     if _torch._dispatch_modes() or not plain:
         return _by_ops(given, str(meaning))
     if _torch._needs_grad(*tensors):
@@ -136,11 +136,6 @@ def _seed(x: Tensor, dropout_p: float) -> Tensor | None:
 def _by_ops(given: Sum, scheme: str) -> tuple[Tensor, Tensor]:
     y, h, _ = torch.ops.axisnorm.add_norm_fwd(*given, scheme)
     return y, h
-
-
-def _differentiable(given: Sum, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    h = reference.residual_sum(given.x, given.residual, scheme, given.seed, given.dropout_p)
-    return reference.forward(h, scheme, given.weight, given.bias)[0], h
 
 
 # --------------------------------------------------------------------------------------------
@@ -488,14 +483,6 @@ def _fake_backward(
     return dx, torch.empty_like(h), dweight, dbias
 
 
-for _name, _implementation, _fake in (
-    ("add_norm_fwd", _op_forward, _fake_forward),
-    ("add_norm_bwd", _op_backward, _fake_backward),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"axisnorm::{_name}", _fake, lib=_library)
-
-
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, weight, bias, seed, ctx.dropout_p, ctx.scheme = inputs
     _, h, stats = output
@@ -513,9 +500,38 @@ def _op_gradients(
     return (*_gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad), None, None, None)
 
 
-torch.library.register_autograd(
-    "axisnorm::add_norm_fwd", _op_gradients, setup_context=_keep_for_backward, lib=_library
-)
+def _forward_by_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *values, scheme = args
+    given, meaning = Sum(*values), as_scheme(scheme)
+    h = reference.residual_sum(given.x, given.residual, meaning, given.seed, given.dropout_p)
+    y, moments = reference.forward(h, meaning, given.weight, given.bias)
+    return y, h, _torch._narrowed(moments, _torch._compute_type(h))
+
+
+def _backward_by_reference(
+    grad: Tensor, grad_h: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *values, scheme = args
+    saved, meaning = Saved(*values), as_scheme(scheme)
+    inputs = Inputs(saved.h, saved.weight, saved.bias)
+    dh, dweight, dbias = _torch._reference_backward(grad, inputs, meaning)
+    dh = dh if grad_h is None else dh + grad_h
+    nothing = saved.h.new_empty(0)
+    return (
+        nothing if saved.seed is None else _dropped(dh, saved, meaning),
+        dh,
+        nothing if dweight is None else dweight,
+        nothing if dbias is None else dbias,
+    )
+
+
+for _name, _rules in {
+    "add_norm_fwd": _torch.Rules(
+        _op_forward, _fake_forward, _forward_by_reference, _keep_for_backward, _op_gradients
+    ),
+    "add_norm_bwd": _torch.Rules(_op_backward, _fake_backward, _backward_by_reference),
+}.items():
+    _torch.register(_library, _name, _rules)
 
 
 # --------------------------------------------------------------------------------------------

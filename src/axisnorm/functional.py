@@ -71,7 +71,9 @@ def normalize(
     Args:
         x: float32, float64, float16 or bfloat16, of any shape that fits the scheme.
         scheme: a :class:`Scheme`, its text, or the name of a preset.
-        weight: of shape ``Sizes.affine_shape``: the affine axes, parts of one axis as one.
+        weight: of shape ``Sizes.affine_shape``: the affine axes, parts of one axis as one. Its
+            type may be another than x's (torch takes few such pairs): computed in the compute
+            type, the output has x's.
         bias: of the same shape.
         running_mean: of shape ``Sizes.running_shape``. With ``statistics=batch`` it moves towards
             this batch's mean, with ``statistics=running`` it is what is subtracted.
@@ -300,7 +302,8 @@ def group_norm(
         if y is not None:
             return y
     eps = finite("eps", eps)
-    if not hasattr(num_groups, "__index__") or num_groups < 1:
+    whole = isinstance(num_groups, int) or hasattr(num_groups, "__index__")
+    if not whole or num_groups < 1:
         raise ArgumentError(
             f"num_groups is a positive whole number. {num_groups!r} came. "
             "Give a number that divides the channels."
@@ -344,7 +347,7 @@ def instance_norm(
     >>> instance_norm(np.array([[[0.0, 2.0], [5.0, 9.0]]])).round(4).tolist()
     [[[-1.0, 1.0], [-1.0, 1.0]]]
     """
-    if mask is None and out is None:
+    if mask is None and out is None and not _have_gradient(running_mean, running_var):
         y = _short_channel_norm(
             x, weight, bias, _route.INSTANCE, None, eps, running_mean, running_var, use_input_stats,
             momentum,
@@ -387,7 +390,8 @@ def batch_norm(
 
     Args:
         x: of shape (N, C, ...).
-        running_mean: of shape (C,), changed in training; None only in training.
+        running_mean: of shape (C,), changed in training; None only in training. Under
+            torch.func.vmap each sample changes its own, so it is mapped over.
         running_var: of shape (C,).
         weight: of shape (C,).
         bias: of shape (C,).
@@ -404,7 +408,7 @@ def batch_norm(
     >>> batch_norm(x, np.array([0.0, 5.0]), np.array([4.0, 25.0])).round(4).tolist()
     [[0.5, 1.0], [1.5, 3.0]]
     """
-    if mask is None and out is None:
+    if mask is None and out is None and not _have_gradient(running_mean, running_var):
         y = _short_channel_norm(
             x, weight, bias, _route.BATCH, None, eps, running_mean, running_var, training, momentum
         )
@@ -650,6 +654,13 @@ def _trailing(engine: Any, x: Array, sizes: tuple[int, ...]) -> str:
                 f"input has shape {shape}. Change one of them."
             )
     return f"... [{axes}]; affine={affine}"
+
+
+def _have_gradient(running_mean: Any, running_var: Any) -> bool:
+    """Whether running statistics require a gradient, which the short way does not look at."""
+    return getattr(running_mean, "requires_grad", False) or getattr(
+        running_var, "requires_grad", False
+    )
 
 
 def _channels(axes: str, batch: bool, momentum: float, eps: float) -> str:

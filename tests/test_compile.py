@@ -1,0 +1,277 @@
+"""Compilers and exporters: every module, every shape, every transform, each as eager."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import values
+from family import F64
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import axisnorm
+import axisnorm.nn as ann
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:.isinstance.treespec, LeafSpec.:FutureWarning"
+)
+
+MODULES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "LayerNorm": (lambda: ann.LayerNorm(8), (4, 8)),
+    "RMSNorm": (lambda: ann.RMSNorm(8), (4, 8)),
+    "GroupNorm": (lambda: ann.GroupNorm(2, 8), (4, 8, 3)),
+    "BatchNorm1d": (lambda: ann.BatchNorm1d(8), (4, 8)),
+    "BatchNorm2d": (lambda: ann.BatchNorm2d(8), (4, 8, 2, 3)),
+    "BatchNorm3d": (lambda: ann.BatchNorm3d(8), (4, 8, 2, 3, 2)),
+    "InstanceNorm1d": (lambda: ann.InstanceNorm1d(8, affine=True), (4, 8, 3)),
+    "InstanceNorm2d": (lambda: ann.InstanceNorm2d(8, track_running_stats=True), (4, 8, 2, 3)),
+    "InstanceNorm3d": (lambda: ann.InstanceNorm3d(8), (4, 8, 2, 3, 2)),
+    "LayerNorm2d": (lambda: ann.LayerNorm2d(8), (4, 8, 2, 3)),
+    "AddLayerNorm": (lambda: ann.AddLayerNorm(8), (4, 8)),
+    "AddRMSNorm": (lambda: ann.AddRMSNorm(8), (4, 8)),
+    "Norm": (
+        lambda: ann.Norm("[n] c ...", affine="c", sizes={"c": 8}, track_running_stats=True),
+        (4, 8, 2, 3),
+    ),
+}
+Modules = pytest.mark.parametrize("name", MODULES)
+Modes = pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def arguments(name: str, rows: int, seed: int = 0) -> list[Tensor]:
+    shape = (rows, *MODULES[name][1][1:])
+    return [values(shape, seed=seed + i) for i in range(2 if name.startswith("Add") else 1)]
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    for (key, one), other in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert torch.equal(one, other), key
+
+
+@Modules
+@Modes
+def test_modules(name: str, train: bool) -> None:
+    """Values, gradients and running statistics of eager; at most one recompilation for shapes."""
+    eager, module = (MODULES[name][0]().train(train) for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    for seed, rows in enumerate((4, 5, 7, 9)):
+        given = [t.requires_grad_() for t in arguments(name, rows, seed)]
+        leaves = [t.detach().clone().requires_grad_() for t in given]
+        y, wanted = compiled(*leaves), eager(*given)
+        assert torch.equal(y, wanted)
+        upstream = values(tuple(y.shape), seed=7)
+        y.backward(upstream)
+        wanted.backward(upstream)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, given, strict=True))
+    same(module, eager)
+    for one, other in zip(module.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert counter.frame_count <= 2
+
+
+def test_inductor() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch, self.layer = ann.BatchNorm1d(8), ann.AddLayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.relu(self.batch(x) * 2), x).sin()
+
+    eager, module = Block(), Block()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    for rows in (4, 6):
+        x = values((rows, 8), seed=rows)
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        y, wanted = compiled(leaves[0]), eager(leaves[1])
+        assert torch.allclose(y, wanted, rtol=1e-6, atol=1e-6)
+        y.sum().backward()
+        wanted.sum().backward()
+        assert torch.allclose(leaves[0].grad, leaves[1].grad, rtol=1e-5, atol=1e-6)
+    same(module, eager)
+
+
+def test_compiled_graphs_are_cached() -> None:
+    found = []
+    with torch._inductor.utils.fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            first, second = ann.BatchNorm1d(8), ann.AddLayerNorm(8, dropout_p=0.1)
+            run = torch.compile(lambda x: second(first(x), x), fullgraph=True)  # noqa: B023
+            run(values((4, 8)).requires_grad_()).sum().backward()
+            found.append(dict(torch._dynamo.utils.counters["aot_autograd"]))
+    assert found[0].get("autograd_cache_miss") == 1 and found[1].get("autograd_cache_hit") == 1
+    assert not any("bypass" in key for counts in found for key in counts)
+
+
+@pytest.mark.parametrize("marked", [0, 2])
+def test_marked_dimensions(marked: int) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(lambda x: axisnorm.group_norm(x, 2), fullgraph=True, backend=counter)
+    x = values((4, 8, 6))
+    torch._dynamo.mark_dynamic(x, marked)
+    for size in (6, 7, 9):
+        given = x if size == 6 else values((4, 8, size) if marked else (size, 8, 6))
+        assert torch.equal(run(given), axisnorm.group_norm(given, 2))
+    assert counter.frame_count == 1
+
+
+def test_number_of_groups_that_changes() -> None:
+    """The second number was symbolic, and refused by hasattr."""
+    run = torch.compile(axisnorm.group_norm, fullgraph=True, backend="aot_eager")
+    x = values((4, 8))
+    for groups in (1, 2, 4):
+        assert torch.equal(run(x, groups), axisnorm.group_norm(x, groups))
+
+
+def test_one_value_a_channel_leaves_no_trace() -> None:
+    module = ann.BatchNorm1d(3)
+    run = torch.compile(module, backend="aot_eager")
+    with pytest.raises(Exception, match="more than 1 value per channel"):
+        run(torch.zeros(1, 3))
+    assert run(torch.zeros(0, 3)).shape == (0, 3)
+    same(module, ann.BatchNorm1d(3))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+    "grad": lambda f: grad(lambda x: f(x).pow(3).sum()),
+    "grad of grad": lambda f: grad(lambda x: grad(lambda t: f(t).pow(3).sum())(x).pow(2).sum()),
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x + 1,)),
+    "jacrev": lambda f: jacrev(f),
+    "hessian": lambda f: hessian(lambda x: f(x).pow(3).sum()),
+    "vmap": lambda f: vmap(f, in_dims=1),
+    "vmap of grad": lambda f: vmap(grad(lambda x: f(x).pow(3).sum())),
+}
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda x: axisnorm.layer_norm(x, x.shape[-1:], mask=x > -2),
+    "sum": lambda x: axisnorm.add_rms_norm(x, x.sin(), x.shape[-1:]),
+    "statistics": lambda x: torch.stack(axisnorm.statistics(x, "... [d]")[:2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("norm", "transform"),
+    [("norm", name) for name in TRANSFORMS]
+    + [(norm, name) for norm in ("sum", "statistics") for name in ("grad", "jvp", "vmap")],
+)
+def test_transforms_under_compile(norm: str, transform: str) -> None:
+    """grad was refused, jvp lost the tangents."""
+    x = values((3, 3), F64)
+    run = TRANSFORMS[transform](NORMS[norm])
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    for a, b in zip(*map(torch.utils._pytree.tree_leaves, (found, run(x))), strict=True):
+        assert b.any() and torch.allclose(a, b, rtol=1e-10, atol=1e-11)
+
+
+def test_double_backward_of_a_compiled_function_is_right_or_refused() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return axisnorm.layer_norm(x, 4).pow(3).sum()
+
+    def second(f: Callable[[Tensor], Tensor]) -> Tensor:
+        x = values((3, 4), F64).requires_grad_()
+        (first,) = torch.autograd.grad(f(x), x, create_graph=True)
+        return torch.autograd.grad(first.pow(2).sum(), x)[0]
+
+    assert torch.allclose(second(torch.compile(norm, backend="eager")), second(norm))
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        second(torch.compile(norm, backend="aot_eager"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_autograd() -> None:
+    x = values((3, 4)).requires_grad_()
+    wanted = torch.autograd.grad(axisnorm.layer_norm(x, 4).pow(3).sum(), x)[0]
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager")):
+        x.grad = None
+        with torch._dynamo.utils.maybe_enable_compiled_autograd(True):
+            wrap(lambda t: axisnorm.layer_norm(t, 4).pow(3).sum())(x).backward()
+        assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode: str) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(axisnorm.group_norm(x, 2).pow(3).sum(), x)[0]
+
+    def second(x: Tensor) -> Tensor:
+        return grad(lambda t: grad(lambda s: axisnorm.layer_norm(s, 3).pow(3).sum())(t).sum())(x)
+
+    x, other = values((2, 4, 3), F64), values((5, 4, 3), F64, 1)
+    batched = vmap(lambda t: axisnorm.layer_norm(t, 3))
+    for f in (gradient, batched) if mode == "symbolic" else (gradient, batched, second):
+        graph = make_fx(f, tracing_mode=mode)(x)
+        for given in (x, other) if mode == "symbolic" else (x,):
+            assert torch.allclose(graph(given), f(given), rtol=1e-11, atol=1e-12)
+    names = [str(node.target) for node in make_fx(gradient)(x).graph.nodes]
+    assert "axisnorm.norm_fwd.default" in names and "axisnorm.norm_bwd.default" in names
+
+
+@Modes
+def test_exported_programs(train: bool, tmp_path: Path) -> None:
+    """Saved, loaded and run by another process at another size of the batch."""
+    rows = torch.export.Dim("rows", min=2, max=64)
+    exported = ["AddLayerNorm", "BatchNorm2d", "InstanceNorm2d", "LayerNorm", "Norm"]
+    for name in exported:
+        make = MODULES[name][0]
+        module, eager = make().train(train), make().train(train)
+        given, other = arguments(name, 4), arguments(name, 7, 3)
+        program = torch.export.export(
+            module, tuple(given), dynamic_shapes=tuple({0: rows} for _ in given)
+        )
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+        run, wanted = program.module(), eager(*other)
+        assert torch.equal(run(*other), wanted)
+        for key, value in run.state_dict().items():
+            assert torch.equal(value, eager.state_dict()[key])
+        assert torch.equal(
+            program.run_decompositions().module()(*other), make().train(train)(*other)
+        )
+        torch.save((other, wanted.detach()), tmp_path / f"{name}.pt")
+    script = (
+        "import pathlib, sys, torch, axisnorm\n"
+        "for path in sorted(pathlib.Path(sys.argv[1]).glob('*.pt2')):\n"
+        "    given, wanted = torch.load(path.with_suffix('.pt'))\n"
+        "    assert torch.equal(torch.export.load(path).module()(*given), wanted), path\n"
+        "    print(path.stem)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split() == exported, done.stderr
+
+
+@Modes
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_modules(train: bool, tmp_path: Path) -> None:
+    for name, (make, _) in MODULES.items():
+        eager = make().train(train)
+        given, other = arguments(name, 4), arguments(name, 7, 3)
+        traced = torch.jit.trace(make().train(train), tuple(given), check_trace=False)
+        eager.load_state_dict(traced.state_dict())
+        assert torch.equal(traced(*other), eager(*other))
+        same(traced, eager)
+        torch.jit.save(traced, tmp_path / "traced.pt")
+        assert torch.equal(torch.jit.load(tmp_path / "traced.pt")(*other), eager(*other))
