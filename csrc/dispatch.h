@@ -25,6 +25,9 @@ const char *isa_error();
 bool set_isa(const char *name);    // false: not among supported_isas()
 const char *const *supported_isas();  // best first, ended by null
 
+// Outputs of at least so many bytes are written past the caches; returns what it was before.
+int64_t stream_from(int64_t bytes);
+
 // The threads that the next large call may use; 1 without OpenMP and in a forked child.
 int max_threads();
 const char *openmp_source();  // where the OpenMP runtime was found

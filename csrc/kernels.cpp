@@ -352,6 +352,8 @@ __attribute__((noinline)) void apply(const Job &job, const Affine &affine, int64
   }
   const int64_t n = job.n, w_mask = -affine.weight_step, b_mask = -affine.bias_step;
   const int64_t ahead = R * job.x_stride;
+  bool streamed = job.streamed;
+  for (int k = 0; k < R; k++) streamed &= can_stream(y[k]);
   int64_t i = 0;
   for (; i + W <= n; i += W) {
     const V weight = load(w + (i & w_mask)), bias = load(b + (i & b_mask));
@@ -359,7 +361,7 @@ __attribute__((noinline)) void apply(const Job &job, const Affine &affine, int64
       prefetch(x[k] + ahead, i);
       V v = standardize<T, Center>(load(x[k] + i), row[k]);
       if (Rounded) v = round_as<T>(v);
-      store(y[k] + i, fma(v, weight, bias));
+      write(y[k] + i, fma(v, weight, bias), streamed);
     }
   }
   if (i < n) {
@@ -412,6 +414,7 @@ void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) 
   constexpr int R = 2;
   const Dropout dropout(job);
   Job norm = job;
+  norm.streamed = job.streamed && job.h;  // in place of h, y is in the cache
   norm.x = job.h ? job.h : job.y;
   norm.x_stride = job.h ? job.h_stride : job.y_stride;
   for (; r < end; r += R) {
@@ -573,10 +576,12 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
   } else {
     i = 0;
   }
+  bool streamed = job.streamed;
+  for (int k = 0; k < R; k++) streamed &= can_stream(dx[k]);
   for (; i + W <= n; i += W) {
     const V weight = load(w + (i & w_mask));
     for (int k = 0; k < R; k++)
-      store(dx[k] + i, derivative(load(g[k] + i), load(x[k] + i), weight, k));
+      write(dx[k] + i, derivative(load(g[k] + i), load(x[k] + i), weight, k), streamed);
   }
   if (i < n) {
     const V weight = load(w + (i & w_mask), n - i);
@@ -639,6 +644,7 @@ namespace {
 template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end, void *slots) {
   const Of of{task};
   const int64_t parts = task.nest->measured.parts;
+  const bool fetches = !task.running_mean && of.fetches();
   const auto measure = [&](const Place &at, auto &u) {
     for (int64_t p = 0; p < parts && !task.running_mean; p++) of.sum(at, u, p);
   };
@@ -649,6 +655,8 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
     for (int k = 0; k < count; k++) {
       at[k] = of.place(unit + k);
       u[k] = &of.unit_in((char *)slots + k * of.slot(), unit + k);
+      if (fetches && unit + k + count < end)
+        u[k]->ahead = of.place(unit + k + count).at[X] - at[k].at[X];
       of.start(at[k], *u[k]);
       measure(at[k], *u[k]);
     }
@@ -664,6 +672,8 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
 template <class Of> void backward_all(const Task &task, int64_t unit, int64_t end, void *slots) {
   const Of of{task};
   const int64_t parts = task.nest->applied.parts;
+  // x and the gradient have the same strides in most cases; where not, nothing is lost.
+  const bool fetches = !task.running_mean && of.fetches();
   while (unit < end) {
     const int count = end - unit < Of::TOGETHER ? (int)(end - unit) : Of::TOGETHER;
     Place at[Of::TOGETHER];
@@ -671,6 +681,8 @@ template <class Of> void backward_all(const Task &task, int64_t unit, int64_t en
     for (int k = 0; k < count; k++) {
       at[k] = of.place(unit + k);
       u[k] = &of.unit_in((char *)slots + k * of.slot(), unit + k);
+      if (fetches && unit + k + count < end)
+        u[k]->ahead = of.place(unit + k + count).at[X] - at[k].at[X];
       of.start_backward(at[k], *u[k]);
       for (int64_t p = 0; p < parts && (task.sums || !task.running_mean); p++)
         of.sum_backward(at[k], *u[k], p, unit + k);
@@ -894,6 +906,14 @@ void backward_of(const Job *job, const Affine *affine, const Chunks *chunks, int
     backward_chunks<T, Center, Rounded, WEIGHT_AND_BIAS>(*job, *affine, *chunks, c, end);
 }
 
+// At the end of what writes.
+struct Fence {
+  const Job &job;
+  ~Fence() {
+    if (job.streamed) end_of_stream();
+  }
+};
+
 #define BY_CENTER(F, T, ROUNDED, ...) \
   (job->center ? F<T, true, ROUNDED>(__VA_ARGS__) : F<T, false, ROUNDED>(__VA_ARGS__))
 #define BY_ROUNDING(F, T, ...) \
@@ -908,10 +928,12 @@ void backward_of(const Job *job, const Affine *affine, const Chunks *chunks, int
   }
 
 void forward(const Job *job, const Affine *affine, int64_t r, int64_t end) {
+  const Fence fence{*job};
   if (job->residual) BY_TYPE(forward_sums, *job, *affine, r, end)
   else BY_TYPE(forward_rows, *job, *affine, r, end)
 }
 void backward(const Job *job, const Affine *affine, const Chunks *chunks, int64_t c, int64_t end) {
+  const Fence fence{*job};
   BY_TYPE(backward_of, job, affine, chunks, c, end)
 }
 
@@ -926,15 +948,19 @@ void backward(const Job *job, const Affine *affine, const Chunks *chunks, int64_
   }
 
 void forward_units(const Task *task, int64_t unit, int64_t end, void *slot) {
+  const Fence fence{*task->job};
   NEST_BY_TYPE(forward_all, *task, unit, end, slot)
 }
 void backward_units(const Task *task, int64_t unit, int64_t end, void *slot) {
+  const Fence fence{*task->job};
   NEST_BY_TYPE(backward_all, *task, unit, end, slot)
 }
 int forward_step(const Task *task, int step, int64_t unit, int64_t part) {
+  const Fence fence{*task->job};
   NEST_BY_TYPE(forward_one, *task, step, unit, part)
 }
 int backward_step(const Task *task, int step, int64_t unit, int64_t part) {
+  const Fence fence{*task->job};
   NEST_BY_TYPE(backward_one, *task, step, unit, part)
 }
 

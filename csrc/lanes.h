@@ -8,6 +8,7 @@ namespace {
 // A unit under way: a tile. Arrays of `pitch` elements, one for each lane, in one block of memory.
 template <class C> struct LaneUnit {
   int64_t lanes, pitch;
+  int64_t ahead;           // from x of this unit to that of the next one, 0 if none is fetched
   int32_t passes, repair;  // repair: some lane has to be done again
   C *k, *hi, *lo, *shift, *rstd;
   C *first, *mean, *slope;       // backward; `first` shifts the sums
@@ -91,9 +92,11 @@ template <class T> struct OfLanes {
   }
   Unit &unit_in(void *slot, int64_t unit) const {
     Unit &u = lane_unit<C>(nest, slot);
+    u.ahead = 0;
     u.lanes = smaller(nest.tile, nest.width - unit % nest.tiles * nest.tile);
     return u;
   }
+  bool fetches() const { return leaves_room<T>(nest.tile * nest.applied.count); }
   int64_t slot() const { return lane_slot(nest); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }
@@ -109,6 +112,20 @@ template <class T> struct OfLanes {
   template <class F> INLINE void every_step(const Place &at, const F &f) const {
     each_line(nest.applied, at, 0, nest.applied.count,
               [&](const Place &p, int64_t) __attribute__((always_inline)) { f(p); });
+  }
+
+  // f(places, steps) for LANE_BLOCK steps of a part at a time: so few that what is read of each is
+  // still near when the next lanes of it are.
+  template <class F> INLINE void each_chunk(const Place &at, int64_t part, const F &f) const {
+    Place places[LANE_BLOCK];
+    int64_t steps = 0;
+    each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
+      places[steps] = p;
+      if (++steps < LANE_BLOCK) return;
+      f(places, steps);
+      steps = 0;
+    });
+    if (steps) f(places, steps);
   }
 
   // Adds up the lanes of a group and gives each of them the sum.
@@ -250,33 +267,28 @@ template <class T> struct OfLanes {
     double *s_rest = u.part(part, 2), *q_rest = u.part(part, 3);
     memset(s, 0, (size_t)u.pitch * (same<C, float> ? 2 : 4) * sizeof *s);
     if (task.mask) return sum_masked(at, u, part);
-    each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
-                               __attribute__((always_inline)) {
-      constexpr int B = decltype(number)::value;
-      constexpr bool Partial = decltype(partial)::value;
-      V k[B], sums[B] = {}, squares[B] = {};
-      for (int j = 0; j < B; j++) k[j] = load(u.k + lane + j * W);
-      int steps = 0;
-      const auto flush = [&]() __attribute__((always_inline)) {
+    each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+      each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
+                                 __attribute__((always_inline)) {
+        constexpr int B = decltype(number)::value;
+        constexpr bool Partial = decltype(partial)::value;
+        V k[B], sums[B] = {}, squares[B] = {};
+        for (int j = 0; j < B; j++) k[j] = load(u.k + lane + j * W);
+        for (int64_t step = 0; step < steps; step++) {
+          const T *v = x(places[step]) + lane;
+#pragma GCC unroll 8
+          for (int j = 0; j < B; j++) {
+            const bool last = Partial && j == B - 1;
+            const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - k[j];
+            sums[j] += d;
+            squares[j] = fma(d, d, squares[j]);
+          }
+        }
         for (int j = 0; j < B; j++) {
           add_to(s + lane + j * W, s_rest + lane + j * W, sums[j]);
           add_to(q + lane + j * W, q_rest + lane + j * W, squares[j]);
-          sums[j] = squares[j] = V{};
         }
-        steps = 0;
-      };
-      each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
-        const T *v = x(p) + lane;
-#pragma GCC unroll 8
-        for (int j = 0; j < B; j++) {
-          const bool last = Partial && j == B - 1;
-          const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - k[j];
-          sums[j] += d;
-          squares[j] = fma(d, d, squares[j]);
-        }
-        if (++steps == LANE_BLOCK) flush();
       });
-      flush();
     });
   }
   NOINLINE void sum_masked(const Place &at, Unit &u, int64_t part) const {
@@ -373,7 +385,8 @@ template <class T> struct OfLanes {
       T *y = (T *)job.y + p.at[Y];
       apply_line<T, true, PerElement>(x(p), y, u.lanes, u.constants(),
                                       task.running_mean != nullptr, rounded,
-                                      weight + p.at[AFFINE], bias + p.at[AFFINE]);
+                                      weight + p.at[AFFINE], bias + p.at[AFFINE], u.ahead,
+                                      job.streamed);
       if (task.mask) zero_masked(y, mask(p), nest.mask_step, u.lanes);
     });
   }
@@ -418,7 +431,7 @@ template <class T> struct OfLanes {
                                __attribute__((always_inline)) {
       const V g = tail ? load(grad(p) + j, tail) : load(grad(p) + j);
       const C *w = weight + p.at[AFFINE];
-      return own ? g : g * (nest.mixed ? parameter<true>(w, j, tail) : broadcast(*w));
+      return own ? g : g * (nest.mixed ? Parameter<true, C>(w)(j, tail) : broadcast(*w));
     });
     if (!own) share_in_group(u.first, u.lanes);
   }
@@ -458,60 +471,53 @@ template <class T> struct OfLanes {
   template <bool PerElement>
   NOINLINE void sum_gradients(const Place &at, const Unit &u, int64_t part, double *s1, double *s2,
                               double *s3, double *for_weight, double *for_bias) const {
-    const Constants<C> c = u.constants();
+    const Standardize<T, true> standardized(u.constants());
     T *const dx = at_once() ? (T *)job.dx : nullptr;
-    each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
-                               __attribute__((always_inline)) {
-      constexpr int B = decltype(number)::value;
-      constexpr bool Partial = decltype(partial)::value;
-      constexpr bool Third = can_round<T> && PerElement;
-      V a1[B] = {}, a2[B] = {}, a3[B] = {};
-      int steps = 0;
-      const auto flush = [&]() __attribute__((always_inline)) {
+    each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+      each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
+                                 __attribute__((always_inline)) {
+        constexpr int B = decltype(number)::value;
+        constexpr bool Partial = decltype(partial)::value;
+        constexpr bool Third = can_round<T> && PerElement;
+        V a1[B] = {}, a2[B] = {}, a3[B] = {};
+        for (int64_t step = 0; step < steps; step++) {
+          const Place &p = places[step];
+          const T *v = x(p) + lane, *g = grad(p) + lane;
+          const V w = PerElement ? V{} : broadcast(weight[p.at[AFFINE]]);
+          V by_weight = {}, by_bias = {};
+#pragma GCC unroll 8
+          for (int j = 0; j < B; j++) {
+            const int64_t i = lane + j * W, rest = Partial && j == B - 1 ? tail : 0;
+            const V gj = rest ? load(g + j * W, rest) : load(g + j * W);
+            V vj = standardized(rest ? load(v + j * W, rest) : load(v + j * W), i, rest);
+            const V gw = PerElement ? gj : gj * w;
+            a1[j] += gw - load(u.first + i);
+            a2[j] = fma(vj, gw, a2[j]);
+            if (can_round<T> && rounded) vj = round_as<T>(vj);
+            if (Third && rounded) a3[j] = fma(vj, gj, a3[j]);
+            if (PerElement && dx) {
+              const V own = Parameter<true, C>(weight + p.at[AFFINE])(i, rest);
+              const V derivative = gj * own * standardized.rstd(i, rest);
+              T *place = dx + p.at[DX] + i;
+              if (rest) store(place, derivative, rest);
+              else store(place, derivative);
+            }
+            if (!PerElement) {
+              by_weight = j ? fma(vj, gj, by_weight) : vj * gj;
+              by_bias = j ? by_bias + gj : gj;
+            }
+          }
+          if (!PerElement && for_weight) {
+            add_to(for_weight + p.at[AFFINE] * 16, by_weight);
+            add_to(for_bias + p.at[AFFINE] * 16, by_bias);
+          }
+        }
         for (int j = 0; j < B; j++) {
           add_to(s1 + lane + j * W, a1[j]);
           add_to(s2 + lane + j * W, a2[j]);
           if (Third && rounded) add_to(s3 + lane + j * W, a3[j]);
-          a1[j] = a2[j] = a3[j] = V{};
         }
-        steps = 0;
-      };
-      each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
-        const T *v = x(p) + lane, *g = grad(p) + lane;
-        const V w = PerElement ? V{} : broadcast(weight[p.at[AFFINE]]);
-        V by_weight = {}, by_bias = {};
-#pragma GCC unroll 8
-        for (int j = 0; j < B; j++) {
-          const int64_t rest = Partial && j == B - 1 ? tail : 0;
-          const V gj = rest ? load(g + j * W, rest) : load(g + j * W);
-          V vj = standardized<T, true>(rest ? load(v + j * W, rest) : load(v + j * W), c,
-                                               lane + j * W, rest);
-          const V gw = PerElement ? gj : gj * w;
-          const V first = load(u.first + lane + j * W);
-          a1[j] += gw - first;
-          a2[j] = fma(vj, gw, a2[j]);
-          if (can_round<T> && rounded) vj = round_as<T>(vj);
-          if (Third && rounded) a3[j] = fma(vj, gj, a3[j]);
-          if (PerElement && dx) {
-            const int64_t i = lane + j * W;
-            const V own = parameter<true>(weight + p.at[AFFINE], i, rest);
-            const V derivative = gj * own * parameter<true>(c.rstd, i, rest);
-            T *place = dx + p.at[DX] + i;
-            if (rest) store(place, derivative, rest);
-            else store(place, derivative);
-          }
-          if (!PerElement) {
-            by_weight = j ? fma(vj, gj, by_weight) : vj * gj;
-            by_bias = j ? by_bias + gj : gj;
-          }
-        }
-        if (!PerElement && for_weight) {
-          add_to(for_weight + p.at[AFFINE] * 16, by_weight);
-          add_to(for_bias + p.at[AFFINE] * 16, by_bias);
-        }
-        if (++steps == LANE_BLOCK) flush();
       });
-      flush();
     });
   }
 
@@ -519,15 +525,15 @@ template <class T> struct OfLanes {
   NOINLINE void sum_mixed(const Place &at, Unit &u, int64_t part, double *for_weight,
                           double *for_bias) const {
     double *s1 = u.part(part, 0), *s2 = u.part(part, 1);
-    const Constants<C> c = u.constants();
+    const Standardize<T, true> standardized(u.constants());
     each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
       const T *v = x(p), *g = grad(p);
       const C *w = weight + p.at[AFFINE];
       double *dw = for_weight + p.at[AFFINE], *db = for_bias + p.at[AFFINE];
       const auto add = [&](int64_t j, int64_t tail) __attribute__((always_inline)) {
         const V gj = tail ? load(g + j, tail) : load(g + j);
-        V vj = standardized<T, true>(tail ? load(v + j, tail) : load(v + j), c, j, tail);
-        const V gw = gj * parameter<true>(w, j, tail);
+        V vj = standardized(tail ? load(v + j, tail) : load(v + j), j, tail);
+        const V gw = gj * Parameter<true, C>(w)(j, tail);
         add_to(s1 + j, gw - load(u.first + j));
         add_to(s2 + j, vj * gw);
         if (!for_weight) return;
@@ -648,7 +654,7 @@ template <class T> struct OfLanes {
       T *dx = (T *)job.dx + p.at[DX];
       derivative_line<T, true, PerElement>(grad(p), x(p), dx, u.lanes, u.constants(), u.mean,
                                            u.slope, weight + p.at[AFFINE],
-                                           task.running_mean != nullptr);
+                                           task.running_mean != nullptr, u.ahead, job.streamed);
       if (task.mask) zero_masked(dx, mask(p), nest.mask_step, u.lanes);
     });
   }

@@ -11,6 +11,7 @@ template <class C> struct LineUnit {
   C hi, lo, shift, rstd;
   C first, mean, slope;     // backward
   double count;             // of valid elements
+  int64_t ahead;            // from x of this unit to that of the next one, 0 if none is fetched
   int passes;
   bool unsafe;              // hi, lo, rstd are no use: the slow path
   bool repair;              // the output has to be done again
@@ -70,7 +71,12 @@ template <class T> struct OfLines {
     seek(p, nest.kept, nest.kept_loops, unit);
     return p;
   }
-  Unit &unit_in(void *slot, int64_t) const { return *(Unit *)slot; }
+  Unit &unit_in(void *slot, int64_t) const {
+    Unit &u = *(Unit *)slot;
+    u.ahead = 0;
+    return u;
+  }
+  bool fetches() const { return leaves_room<T>(nest.group_size); }
   int64_t slot() const { return line_slot(nest); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }
@@ -178,7 +184,7 @@ template <class T> struct OfLines {
       T *y = (T *)job.y + p.at[Y] + i;
       const int64_t a = p.at[AFFINE] + (PerElement ? i : 0);
       apply_line<T, false, PerElement>(x(p) + i, y, n, u.constants(), task.running_mean != nullptr,
-                                       rounded, weight + a, bias + a);
+                                       rounded, weight + a, bias + a, u.ahead, job.streamed);
       if (task.mask) zero_masked(y, mask(p, i), nest.mask_step, n);
     });
   }
@@ -238,7 +244,7 @@ template <class T> struct OfLines {
   INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight,
                              T *dx) const {
     Total<V> t1, t2, t3;
-    const Constants<C> c = u.constants();
+    const Standardize<T, false> standardized(u.constants());
     const C first = (C)get(g);  // so that the sum of equal gradients is exact
     int64_t i = 0;
     do {
@@ -246,7 +252,7 @@ template <class T> struct OfLines {
       V s1[2] = {}, s2[2] = {}, s3[2] = {};
       const auto add = [&](int64_t i, int64_t tail, int j) __attribute__((always_inline)) {
         const V grad = tail ? load(g + i, tail) : load(g + i);
-        V v = standardized<T, false>(tail ? load(x + i, tail) : load(x + i), c, i, tail);
+        V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
         if (tail) v = keep(v, tail);
         s1[j] += tail ? keep(grad - first, tail) : grad - first;
         s2[j] = fma(v, grad, s2[j]);
@@ -278,16 +284,17 @@ template <class T> struct OfLines {
   INLINE PieceSums element_sums(const T *g, const T *x, int64_t n, const Unit &u, const C *w,
                                 double *dw, double *db) const {
     Total<V> t1, t2;
-    const Constants<C> c = u.constants();
+    const Standardize<T, false> standardized(u.constants());
+    const Parameter<true, C> weights(w);
     int64_t i = 0;
     do {
       const int64_t end = smaller(n, i + BLOCK * W);
       V s1 = {}, s2 = {};
       const auto add = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
         const V grad = tail ? load(g + i, tail) : load(g + i);
-        V v = standardized<T, false>(tail ? load(x + i, tail) : load(x + i), c, i, tail);
+        V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
         if (tail) v = keep(v, tail);
-        const V gw = grad * parameter<true>(w, i, tail);
+        const V gw = grad * weights(i, tail);
         s1 += tail ? keep(gw - u.first, tail) : gw - u.first;
         s2 = fma(v, gw, s2);
         if (!dw) return;
@@ -418,7 +425,7 @@ template <class T> struct OfLines {
       derivative_line<T, false, PerElement>(grad(p) + i, x(p) + i, dx, n, u.constants(), &u.mean,
                                             &u.slope,
                                             weight + p.at[AFFINE] + (PerElement ? i : 0),
-                                            task.running_mean != nullptr);
+                                            task.running_mean != nullptr, u.ahead, job.streamed);
       if (task.mask) zero_masked(dx, mask(p, i), nest.mask_step, n);
     });
   }

@@ -78,6 +78,11 @@ inline double as_double(int32_t dtype, const void *p, int64_t i) {
   }
 }
 
+// Whether a unit leaves half of the second cache to what is fetched for the next one.
+template <class T> inline bool leaves_room(int64_t elements) {
+  return elements * (int64_t)sizeof(T) <= 1 << 19;
+}
+
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // out[j] += v[j]
@@ -148,46 +153,83 @@ inline double divisor_of(const Task &task, double count) {
 
 // ---- a line: the statistics are one for all, or one for each element (PerLane)
 
-template <bool PerElement, class C>
-INLINE typename Compute<C>::vector parameter(const C *p, int64_t i, int64_t tail) {
-  if (!PerElement) return broadcast(*p);
-  return tail ? load(p + i, tail) : load(p + i);
-}
+// A number for each element, or one for all. Read before the loop: what is written could be taken for it.
+template <bool PerElement, class C> struct Parameter {
+  typedef typename Compute<C>::vector V;
+  const C *p;
+  const V all;
+  INLINE explicit Parameter(const C *p) : p(p), all(PerElement ? V{} : broadcast(*p)) {}
+  INLINE V operator()(int64_t i, int64_t tail) const {
+    if (!PerElement) return all;
+    return tail ? load(p + i, tail) : load(p + i);
+  }
+};
 
 template <class C> struct Constants {
   const C *hi, *shift, *rstd;
 };
 
-template <class T, bool PerLane>
-INLINE Vector<T> standardized(Vector<T> x, const Constants<Scalar<T>> &c, int64_t i, int64_t tail) {
-  // Without a mean hi and shift are zero.
-  const Vector<T> hi = parameter<PerLane>(c.hi, i, tail), rstd = parameter<PerLane>(c.rstd, i, tail);
-  return fma(x - hi, rstd, parameter<PerLane>(c.shift, i, tail));
+// The standardized elements of a line. Without a mean hi and shift are zero.
+template <class T, bool PerLane> struct Standardize {
+  typedef Vector<T> V;
+  const Parameter<PerLane, Scalar<T>> hi, shift, rstd;
+  INLINE explicit Standardize(const Constants<Scalar<T>> &c)
+      : hi(c.hi), shift(c.shift), rstd(c.rstd) {}
+  INLINE V operator()(V x, int64_t i, int64_t tail) const {
+    return fma(x - hi(i, tail), rstd(i, tail), shift(i, tail));
+  }
+};
+
+// body(first element, 0) for whole vectors, then body(first element, elements) for what is left.
+template <int W, class Body> INLINE void each_vector(int64_t n, const Body &body) {
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) body(i, (int64_t)0), body(i + W, (int64_t)0);
+  if (i + W <= n) body(i, (int64_t)0), i += W;
+  if (i < n) body(i, n - i);
 }
 
 // Rounding to a type that is computed in itself changes nothing.
 template <class T> constexpr bool can_round = !same<T, Scalar<T>>;
 
+// What is read next time comes into the second cache meanwhile.
+INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+
+// ahead: from an element to the same one of the group that comes next, or 0.
 template <class T, bool PerLane, bool PerElement>
 INLINE void apply_line(const T *x, T *y, int64_t n, const Constants<Scalar<T>> &c, bool given,
-                       bool rounded, const Scalar<T> *weight, const Scalar<T> *bias) {
-  constexpr int W = lanes<T>;
+                       bool rounded, const Scalar<T> *weight, const Scalar<T> *bias,
+                       int64_t ahead, bool streamed) {
   typedef Vector<T> V;
-  const auto result = [&](V v, int64_t i, int64_t tail) __attribute__((always_inline)) {
-    const V w = parameter<PerElement>(weight, i, tail), b = parameter<PerElement>(bias, i, tail);
-    if (given && !rounded) {
-      // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
-      const V d = v - parameter<PerLane>(c.hi, i, tail);
-      return fma(d, parameter<PerLane>(c.rstd, i, tail) * w,
-                 fma(parameter<PerLane>(c.shift, i, tail), w, b));
-    }
-    v = standardized<T, PerLane>(v, c, i, tail);
-    if (can_round<T> && rounded) v = round_as<T>(v);
-    return fma(v, w, b);
+  const Standardize<T, PerLane> standardized(c);
+  const Parameter<PerElement, Scalar<T>> w(weight), b(bias);
+  streamed &= can_stream(y);
+  const auto put = [&](int64_t i, int64_t tail, V v) __attribute__((always_inline)) {
+    if (tail) store(y + i, v, tail);
+    else write(y + i, v, streamed);
   };
-  int64_t i = 0;
-  for (; i + W <= n; i += W) store(y + i, result(load(x + i), i, 0));
-  if (i < n) store(y + i, result(load(x + i, n - i), i, n - i), n - i);
+  const auto element = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    fetch(x + i + ahead);
+    return tail ? load(x + i, tail) : load(x + i);
+  };
+  if (given && !rounded) {
+    // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
+    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+      const V d = element(i, tail) - standardized.hi(i, tail);
+      put(i, tail, fma(d, standardized.rstd(i, tail) * w(i, tail),
+                       fma(standardized.shift(i, tail), w(i, tail), b(i, tail))));
+    });
+    return;
+  }
+  if (can_round<T> && rounded) {
+    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+      const V v = round_as<T>(standardized(element(i, tail), i, tail));
+      put(i, tail, fma(v, w(i, tail), b(i, tail)));
+    });
+    return;
+  }
+  each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    put(i, tail, fma(standardized(element(i, tail), i, tail), w(i, tail), b(i, tail)));
+  });
 }
 
 // dx of a line; mean and slope are minus mean(gw) and minus sum(gw * xhat) / divisor. With running
@@ -195,20 +237,33 @@ INLINE void apply_line(const T *x, T *y, int64_t n, const Constants<Scalar<T>> &
 template <class T, bool PerLane, bool PerElement>
 INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
                             const Constants<Scalar<T>> &c, const Scalar<T> *mean,
-                            const Scalar<T> *slope, const Scalar<T> *weight, bool given) {
-  constexpr int W = lanes<T>;
+                            const Scalar<T> *slope, const Scalar<T> *weight, bool given,
+                            int64_t ahead, bool streamed) {
   typedef Vector<T> V;
-  const auto result = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-    const V rstd = parameter<PerLane>(c.rstd, i, tail);
-    const V gw =
-        (tail ? load(grad + i, tail) : load(grad + i)) * parameter<PerElement>(weight, i, tail);
-    if (given) return gw * rstd;
-    const V v = standardized<T, PerLane>(tail ? load(x + i, tail) : load(x + i), c, i, tail);
-    return fma(v, parameter<PerLane>(slope, i, tail), gw + parameter<PerLane>(mean, i, tail)) * rstd;
+  const Standardize<T, PerLane> standardized(c);
+  const Parameter<PerElement, Scalar<T>> w(weight);
+  const auto weighted = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    return (tail ? load(grad + i, tail) : load(grad + i)) * w(i, tail);
   };
-  int64_t i = 0;
-  for (; i + W <= n; i += W) store(dx + i, result(i, 0));
-  if (i < n) store(dx + i, result(i, n - i), n - i);
+  streamed &= can_stream(dx);
+  const auto put = [&](int64_t i, int64_t tail, V v) __attribute__((always_inline)) {
+    v *= standardized.rstd(i, tail);
+    if (tail) store(dx + i, v, tail);
+    else write(dx + i, v, streamed);
+  };
+  if (given) {
+    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+      put(i, tail, weighted(i, tail));
+    });
+    return;
+  }
+  const Parameter<PerLane, Scalar<T>> m(mean), s(slope);
+  each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    fetch(x + i + ahead);
+    fetch(grad + i + ahead);
+    const V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
+    put(i, tail, fma(v, s(i, tail), weighted(i, tail) + m(i, tail)));
+  });
 }
 
 // ---- the slow path for one group: elements [first, first + width) of each line

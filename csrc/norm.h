@@ -25,6 +25,7 @@ struct Job {
   int32_t bias_dtype;    // of bias and dbias
   int32_t center;        // 0: root mean square
   int32_t rounded;       // 1: xhat is rounded to dtype before the affine map
+  int32_t streamed;      // 1: y or dx is written past the caches, where its lines stand well
   double eps;
   double divisor;        // n - correction, > 0
   double weight_offset;

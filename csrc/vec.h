@@ -195,6 +195,34 @@ template <class T> INLINE void store(T *p, vf v) {
   memcpy(p, &h, sizeof h);
 }
 
+// Past the caches, where p stands at a multiple of the vector's bytes in memory.
+INLINE bool can_stream(const void *p) { return (uintptr_t)p % VB == 0; }
+#if defined(__AVX512F__)
+INLINE void stream(float *p, vf v) { _mm512_stream_ps(p, (__m512)v); }
+INLINE void stream(double *p, vd v) { _mm512_stream_pd(p, (__m512d)v); }
+template <class T> INLINE void stream(T *p, vf v) {
+  _mm256_stream_si256((__m256i *)p, (__m256i)pack(T{}, v));
+}
+#elif defined(__AVX__)
+INLINE void stream(float *p, vf v) { _mm256_stream_ps(p, (__m256)v); }
+INLINE void stream(double *p, vd v) { _mm256_stream_pd(p, (__m256d)v); }
+template <class T> INLINE void stream(T *p, vf v) {
+  _mm_stream_si128((__m128i *)p, (__m128i)pack(T{}, v));
+}
+#else
+template <class T> INLINE void stream(T *p, typename Compute<T>::vector v) { store(p, v); }
+#endif
+// What was streamed is seen by other threads as what was stored is.
+INLINE void end_of_stream() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+template <class T> INLINE void write(T *p, typename Compute<T>::vector v, bool streamed) {
+  if (streamed) stream(p, v);
+  else store(p, v);
+}
+
 // v as a T would store it.
 template <class T> INLINE vf round_as(vf v) { return unpack(T{}, pack(T{}, v)); }
 template <> INLINE vf round_as<float>(vf v) { return v; }

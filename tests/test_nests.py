@@ -385,3 +385,42 @@ def test_masked_constants_in_float64() -> None:
         mask = values(shape, seed=1) < 0
         axisnorm.normalize(x, text, mask=mask).backward(torch.full_like(x, 1.1))
         assert not x.grad.any()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "text,shape,channels_last",
+    [
+        ("... [d]; affine=d", (7, 64), False),
+        ("... [d]; affine=d", (5, 70), False),
+        ("n c [...]; affine=c", (3, 5, 8, 8), False),
+        ("n (g=4 [c]) [...]; affine=g c", (2, 64, 3, 3), True),
+        ("[n] c [...]; affine=c", (2, 64, 5, 5), True),
+        ("n [c] ...; affine=c", (2, 6, 16, 8), False),
+    ],
+)
+def test_writing_past_the_caches_gives_the_same_bits(
+    text: str, shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype
+) -> None:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    scheme, x = Scheme(text), values(shape, dtype).contiguous(memory_format=layout)
+    weight, bias = parameters(Case(scheme, shape))
+    grad = values(shape, dtype, seed=1).contiguous(memory_format=layout)
+    found = []
+    for limit in (1 << 60, 0):
+        before = _build.native.stream_from(limit)
+        try:
+            leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+            y = axisnorm.normalize(leaf, scheme, weight.to(dtype), bias.to(dtype))
+            y.backward(grad)
+            # An output whose lines do not stand at whole vectors.
+            out = torch.full((x.numel() + 1,), 7.0, dtype=dtype)
+            beside = out[1:].view(shape) if not channels_last else None
+            axisnorm.normalize(x, scheme, weight.to(dtype), bias.to(dtype), out=beside)
+        finally:
+            _build.native.stream_from(before)
+        found.append((y.detach(), leaf.grad, out))
+    for stored, streamed in zip(*found, strict=True):
+        assert torch.equal(stored, streamed)
+    assert torch.isfinite(found[1][0]).all()

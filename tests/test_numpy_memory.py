@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import axisnorm
-from axisnorm._memory import LEAST
+from axisnorm._memory import LEAST, LOOKS, Pool
 from axisnorm._numpy_memory import _pool
 
 X = np.random.default_rng(0).standard_normal((8, LEAST // 32), np.float32)
@@ -94,6 +94,21 @@ def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     held = [normalized() for _ in range(4)]
     assert _pool.kept == 2 * X.nbytes
     assert len({address(y) for y in held}) == 4
+
+
+def test_a_full_pool_looks_at_few_blocks_and_at_all_in_turn() -> None:
+    looked: list[int] = []
+    pool = Pool(100, lambda block: looked.append(block) or block == 70, lambda block, size: True)
+    for block in range(100):
+        assert pool.make_room(1)
+        pool.put_back(block, 1)
+    calls = 0
+    while not pool.make_room(1):
+        calls += 1
+        assert len(looked) <= calls * 2 * LOOKS and calls < 100
+    assert looked == list(range(71))
+    assert pool.kept == 100
+    assert sum(map(len, pool.blocks.values())) == 99
 
 
 def test_small_outputs_are_numpys_own() -> None:
