@@ -389,15 +389,16 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   if (running && !given &&
       (!read_number(args[9], momentum) || is_inference(running_mean) || is_inference(running_var)))
     return unsure();
+  const bool recording = !answers_quiet(watch.grad_enabled);
+  if (recording && (wants_gradient(running_mean) || wants_gradient(running_var))) return unsure();
+  const bool gradient = recording && (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) ||
+                                      wants_gradient(args[BIAS]));
   if (given) {
     c.task.running_mean = mean;
     c.task.running_var = var;
     c.task.running_mean_dtype = mean_dtype;
     c.task.running_var_dtype = var_dtype;
   }
-  const bool gradient =
-      !answers_quiet(watch.grad_enabled) &&
-      (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
 
   PyObject *y = like(args[X], c.x.size, c.x.dtype, c.job.y, &strides);
   if (!y) return nullptr;

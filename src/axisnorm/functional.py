@@ -347,7 +347,7 @@ def instance_norm(
     >>> instance_norm(np.array([[[0.0, 2.0], [5.0, 9.0]]])).round(4).tolist()
     [[[-1.0, 1.0], [-1.0, 1.0]]]
     """
-    if mask is None and out is None and not _have_gradient(running_mean, running_var):
+    if mask is None and out is None:
         y = _short_channel_norm(
             x, weight, bias, _route.INSTANCE, None, eps, running_mean, running_var, use_input_stats,
             momentum,
@@ -408,7 +408,7 @@ def batch_norm(
     >>> batch_norm(x, np.array([0.0, 5.0]), np.array([4.0, 25.0])).round(4).tolist()
     [[0.5, 1.0], [1.5, 3.0]]
     """
-    if mask is None and out is None and not _have_gradient(running_mean, running_var):
+    if mask is None and out is None:
         y = _short_channel_norm(
             x, weight, bias, _route.BATCH, None, eps, running_mean, running_var, training, momentum
         )
@@ -654,13 +654,6 @@ def _trailing(engine: Any, x: Array, sizes: tuple[int, ...]) -> str:
                 f"input has shape {shape}. Change one of them."
             )
     return f"... [{axes}]; affine={affine}"
-
-
-def _have_gradient(running_mean: Any, running_var: Any) -> bool:
-    """Whether running statistics require a gradient, which the short way does not look at."""
-    return getattr(running_mean, "requires_grad", False) or getattr(
-        running_var, "requires_grad", False
-    )
 
 
 def _channels(axes: str, batch: bool, momentum: float, eps: float) -> str:
