@@ -105,14 +105,193 @@ def test_device_and_dtype(name, args, kwargs, shape) -> None:  # type: ignore[no
     assert torch.isfinite(made.eval()(values(shape, torch.bfloat16)).float()).all()
 
 
-@pytest.mark.parametrize("name", sorted({d[0] for d in DROP_INS}))
+LAZY = tuple(f"Lazy{kind}Norm{n}d" for kind in ("Batch", "Instance") for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize("name", [*sorted({d[0] for d in DROP_INS}), *LAZY])
 def test_constructors_are_torchs(name: str) -> None:
-    ours, torchs = (inspect.signature(getattr(p, name).__init__) for p in (nn, torch.nn))
-    known = list(torchs.parameters)
-    if name == "GroupNorm":
-        assert list(ours.parameters)[:3] == known[:3]
-    else:
-        assert list(ours.parameters) == known
+    ours, torchs = (
+        [
+            (p.name, p.kind, p.default)
+            for p in inspect.signature(getattr(package, name)).parameters.values()
+        ]
+        for package in (nn, torch.nn)
+    )
+    assert ours == torchs
+
+
+@DropIns
+def test_state_travels_both_ways(name, args, kwargs, shape) -> None:  # type: ignore[no-untyped-def]
+    ours, torchs = pair(name, args, kwargs)
+    ours(values(shape))
+    buffer = io.BytesIO()
+    torch.save(ours.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    torchs.load_state_dict(saved)
+    again = getattr(nn, name)(*args, **kwargs)
+    again.load_state_dict(torchs.state_dict())
+    assert list(saved) == list(torchs.state_dict())
+    assert saved._metadata == torchs.state_dict()._metadata
+    assert torch.equal(again.eval()(values(shape)), ours.eval()(values(shape)))
+    shallow = copy.copy(ours)
+    assert all(a is b for a, b in zip(shallow.parameters(), ours.parameters(), strict=True))
+
+
+def test_whole_modules_load_with_weights_only() -> None:
+    for module in (nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Norm("n [d]; affine=d", sizes={"d": 4})):
+        buffer = io.BytesIO()
+        torch.save(module, buffer)
+        buffer.seek(0)
+        allowed = [type(module), Scheme, set]
+        with torch.serialization.safe_globals(allowed):
+            loaded = torch.load(buffer, weights_only=True)
+        x = values((3, 4))
+        assert torch.equal(loaded.eval()(x), module.eval()(x))
+
+
+# Constructor arguments and an input's shape of the modules that torch has not.
+OWN: tuple[tuple[Callable[..., torch.nn.Module], tuple[int, ...]], ...] = (
+    (lambda **k: nn.LayerNorm2d(8, **k), (3, 8, 5, 2)),
+    (lambda **k: nn.LayerNorm2d(8, bias=False, **k), (3, 8, 5, 2)),
+    (lambda **k: nn.LayerNorm2d(8, affine=False, **k), (3, 8, 5, 2)),
+    (lambda **k: nn.AddLayerNorm(8, **k), (3, 8)),
+    (lambda **k: nn.AddLayerNorm((3, 8), bias=False, dropout_p=0.5, **k), (2, 3, 8)),
+    (lambda **k: nn.AddRMSNorm(8, eps=1e-6, **k), (3, 8)),
+    (lambda **k: nn.Norm("n [c] h w", affine="c", sizes={"c": 8}, **k), (3, 8, 5, 2)),
+    (lambda **k: nn.Norm("b s (h [d])", affine="h d", sizes={"h": 2, "d": 4}, **k), (3, 5, 8)),
+    (lambda **k: nn.Norm("gemma.rms_norm", sizes={"d": 8}, **k), (3, 8)),
+    (
+        lambda **k: nn.Norm("[n] c [l]; affine=c", sizes={"c": 8}, track_running_stats=True, **k),
+        (3, 8, 5),
+    ),
+)
+Own = pytest.mark.parametrize(("make", "shape"), OWN, ids=[str(make()) for make, _ in OWN])
+
+
+@Own
+def test_own_modules_live_like_torchs(make: Make, shape: tuple[int, ...]) -> None:
+    module = make(dtype=torch.float64)
+    assert all(t.dtype in (torch.float64, torch.int64) for t in module.state_dict().values())
+    inputs = [values(shape, torch.float64)] * (
+        2 if isinstance(module, (nn.AddLayerNorm, nn.AddRMSNorm)) else 1
+    )
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    module(*inputs)
+    y = module.eval()(*inputs)
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = make(dtype=torch.float64)
+    loaded.load_state_dict(torch.load(buffer, weights_only=True))
+    for other in (
+        copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module)), loaded.eval(),
+    ):  # fmt: skip
+        assert type(other) is type(module) and repr(other) == repr(module)
+        assert torch.equal(other(*inputs), y)
+    halves = copy.deepcopy(module).to(torch.bfloat16)
+    assert halves(*[t.bfloat16() for t in inputs]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *[lambda d=d, **k: getattr(nn, d[0])(*d[1], **d[2], **k) for d in DROP_INS],
+        *[make for make, _ in OWN],
+    ],
+)
+def test_made_on_meta_then_reset(make: Make) -> None:
+    """No value of the memory that to_empty gives is left, running statistics included."""
+    module = make(device="meta")
+    assert all(t.is_meta for t in module.state_dict().values())
+    module.to_empty(device="cpu")
+    for tensor in module.state_dict().values():
+        tensor.fill_(77)
+    if module.state_dict():
+        module.reset_parameters()
+    fresh = make().state_dict()
+    assert all(torch.equal(module.state_dict()[key], value) for key, value in fresh.items())
+
+
+def test_skip_init() -> None:
+    for made in (
+        torch.nn.utils.skip_init(nn.LayerNorm, 8),
+        torch.nn.utils.skip_init(nn.BatchNorm2d, 8, bias=False),
+        torch.nn.utils.skip_init(nn.GroupNorm, 2, 8),
+        torch.nn.utils.skip_init(nn.LayerNorm2d, 8),
+        torch.nn.utils.skip_init(nn.AddRMSNorm, 8),
+        torch.nn.utils.skip_init(nn.Norm, "n [d]; affine=d", sizes={"d": 8}),
+    ):
+        assert made.weight.shape == (8,) and not made.weight.is_meta
+
+
+def test_repr_of_norm_says_what_is_not_usual() -> None:
+    text = "n c [l]; affine=c"
+    norm = nn.Norm(text, sizes={"c": 2}, bias=False, track_running_stats=True)
+    assert repr(norm) == "Norm('n (c=2) [l]; affine=c', bias=False, track_running_stats=True)"
+    assert (
+        repr(nn.LayerNorm2d(4, bias=False)) == "LayerNorm2d(4, eps=1e-06, affine=True, bias=False)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("GroupNorm", (2, 8)), ("BatchNorm1d", (8,)), ("InstanceNorm1d", (8, 1e-5, 0.1, True))],
+)
+def test_bias_where_torchs_own_class_does_not_know_it(
+    name: str, args: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in older versions of torch, whose reset_parameters takes every norm to have a bias."""
+    base = getattr(torch.nn, name)
+    base = base if name == "GroupNorm" else base.__mro__[1]
+    newer = base.__init__
+
+    def older(self: torch.nn.Module, *given: object) -> None:
+        newer(self, *given)
+
+    def reset(self: torch.nn.Module) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(base, "__init__", older)
+    monkeypatch.setattr(base, "reset_parameters", reset)
+    module = getattr(nn, name)(*args, bias=False)
+    assert [key for key, _ in module.named_parameters()] == ["weight"] and module.bias is None
+    torch.nn.init.zeros_(module.weight)
+    module.reset_parameters()
+    assert torch.equal(module.weight, torch.ones(8))
+    assert getattr(nn, name)(*args).bias.shape == (8,)
+
+
+# --- Lazy forms
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("bias", [True, False])
+def test_lazy_forms(name: str, bias: bool) -> None:
+    rank = 2 + int(name[-2])
+    x = values((3, 4, *[2] * (rank - 2)))
+    ours, torchs = (getattr(package, name)(bias=bias) for package in (nn, torch.nn))
+    assert isinstance(ours, getattr(torch.nn, name)) and repr(ours) == repr(torchs)
+    assert ours.has_uninitialized_params() and list(ours.state_dict()) == list(torchs.state_dict())
+    y = ours(x)
+    eager = getattr(nn, name.removeprefix("Lazy"))
+    assert type(ours) is eager and ours.num_features == 4 and (ours.bias is None) is not bias
+    fresh = eager(4, affine=True, track_running_stats=True, bias=bias)
+    assert torch.equal(fresh(x), y)
+    assert all(torch.equal(v, ours.state_dict()[k]) for k, v in fresh.state_dict().items())
+    torchs(x)
+    torchs.load_state_dict(ours.state_dict())
+    # State of a norm that has its channels makes them in one that has not.
+    twin = getattr(nn, name)(bias=bias)
+    twin.load_state_dict(ours.state_dict())
+    assert not twin.has_uninitialized_params()
+    twin.eval()(x)
+    assert type(twin) is eager and twin.num_features == 4
+    assert all(torch.equal(v, ours.state_dict()[k]) for k, v in twin.state_dict().items())
+    masked = getattr(nn, name)()
+    masked(x, x > 0)
+    assert masked.num_features == 4
 
 
 def test_schemes_say_what_the_modules_compute() -> None:

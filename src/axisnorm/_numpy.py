@@ -325,6 +325,12 @@ def _checked(inputs: Inputs, scheme: Scheme) -> tuple[Inputs, Sizes]:
             f"{x.dtype} came. Convert it, for example x.astype(numpy.float32)."
         )
     sizes = scheme.layout(x.ndim).sizes(x.shape)
+    for name, given in zip(Inputs._fields[1:4], inputs[1:4], strict=True):
+        if getattr(given, "requires_grad", False):
+            raise DtypeError(
+                f"A {name} with a gradient belongs to a tensor. A NumPy array came as the input. "
+                "Give it as a tensor, torch.as_tensor(x)."
+            )
     weight, bias, mask = (None if a is None else np.asarray(a) for a in inputs[1:4])
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:

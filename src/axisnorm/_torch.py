@@ -160,33 +160,34 @@ def _channel_gradients(ctx: Any, grad: Tensor, inputs: Inputs) -> tuple[Tensor |
     return _gradients(grad, inputs, stats, scheme, ctx.needs_input_grad)
 
 
+# What the native module asks, calls and compares types with. Whoever may be watching is asked by a
+# function without arguments that returns a number or a bool, or by a module's variable.
+_CONNECTED: dict[str, Any] = {
+    "Tensor": Tensor,
+    "Parameter": torch.nn.Parameter,
+    "empty_like": torch.empty_like,
+    "large_empty_like": _torch_memory.empty_like,
+    "large": _torch_memory.LEAST,
+    "dispatch_modes": _dispatch_modes,
+    "function_mode": _C._is_torch_function_mode_enabled,
+    "transforms": _transforms,
+    "tracing": _tracing,
+    "grad_enabled": _grad_enabled,
+    "is_neg": Tensor.is_neg,
+    "is_inference": Tensor.is_inference,
+    "increment_version": increment_version,
+    "compiler": vars(torch.compiler),
+    "forward_ad": vars(forward_ad),
+    # Function.apply looks for torch.func transforms, which the guard has done.
+    "apply_node": super(Function, _ShortNorm).apply,
+    "long_backward": _long_backward,
+}
+
 short_layer_norm = short_rms_norm = short_channel_norm = _nothing
 if (
     _native
     and hasattr(Tensor, "__dlpack_c_exchange_api__")
-    and _native.connect(
-        Tensor.__dlpack_c_exchange_api__,
-        {
-            "Tensor": Tensor,
-            "Parameter": torch.nn.Parameter,
-            "empty_like": torch.empty_like,
-            "large_empty_like": _torch_memory.empty_like,
-            "large": _torch_memory.LEAST,
-            "dispatch_modes": _dispatch_modes,
-            "function_mode": _C._is_torch_function_mode_enabled,
-            "transforms": _transforms,
-            "tracing": _C._get_tracing_state,
-            "grad_enabled": _grad_enabled,
-            "is_neg": Tensor.is_neg,
-            "is_inference": Tensor.is_inference,
-            "increment_version": increment_version,
-            "compiler": vars(torch.compiler),
-            "forward_ad": vars(forward_ad),
-            # Function.apply looks for torch.func transforms, which the guard has done.
-            "apply_node": super(Function, _ShortNorm).apply,
-            "long_backward": _long_backward,
-        },
-    )
+    and _native.connect(Tensor.__dlpack_c_exchange_api__, _CONNECTED)
 ):
     short_layer_norm = _native.short_layer_norm
     short_rms_norm = _native.short_rms_norm

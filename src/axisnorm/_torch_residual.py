@@ -73,9 +73,9 @@ def check_steps(x: Tensor, residual: Tensor, others: Sequence[Any], scheme: str)
         return
     if _torch.is_foreign(x) or _torch.is_foreign(residual):
         return
-    if not (x.is_floating_point() or x.is_complex()):
+    if not x.is_floating_point():
         raise DtypeError(
-            f"Dropout scales what it keeps, so x is floating-point. {x.dtype} came. "
+            f"Dropout scales what it keeps, so x is real floating-point. {x.dtype} came. "
             "Convert it, for example x.float()."
         )
     if x.device != residual.device:
@@ -83,7 +83,7 @@ def check_steps(x: Tensor, residual: Tensor, others: Sequence[Any], scheme: str)
             f"x and residual are on one device. {x.device} and {residual.device} came. "
             "Move one of them."
         )
-    if not (x.is_complex() or residual.is_complex()):
+    if not residual.is_complex():
         summed = torch.promote_types(x.dtype, residual.dtype)
         like = x if x.dtype == summed else residual
         _torch._check(Inputs(like, *others), as_scheme(scheme))

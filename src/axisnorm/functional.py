@@ -402,12 +402,15 @@ def batch_norm(
         out: see :func:`normalize`.
 
     Raises:
-        ArgumentError: in training, there is but one value a channel. Nothing has changed then.
+        ArgumentError: in training, there is but one value a channel, or eps is not positive; in
+            evaluation, eps is negative. Nothing has changed then.
 
     >>> x = np.array([[1.0, 10.0], [3.0, 20.0]])
     >>> batch_norm(x, np.array([0.0, 5.0]), np.array([4.0, 25.0])).round(4).tolist()
     [[0.5, 1.0], [1.5, 3.0]]
     """
+    if not (type(eps) is float and eps > 0.0):
+        eps = _batch_eps(eps, training)
     if mask is None and out is None:
         y = _short_channel_norm(
             x, weight, bias, _route.BATCH, None, eps, running_mean, running_var, training, momentum
@@ -416,7 +419,9 @@ def batch_norm(
             return y
     eps, momentum = finite("eps", eps), finite("momentum", momentum)
     engine = _engine(x, weight, bias, mask, running_mean, running_var)
-    if mask is None and out is None and engine is not None and _foreign(engine, x):
+    # torch has a meaning for one axis, if it is empty.
+    one_axis = len(x.shape) == 1 and not x.shape[0] and engine is not _numpy
+    if mask is None and out is None and engine is not None and (_foreign(engine, x) or one_axis):
         return _own(
             "batch_norm", x, running_mean, running_var, weight, bias, training, momentum, eps
         )
@@ -654,6 +659,17 @@ def _trailing(engine: Any, x: Array, sizes: tuple[int, ...]) -> str:
                 f"input has shape {shape}. Change one of them."
             )
     return f"... [{axes}]; affine={affine}"
+
+
+def _batch_eps(eps: Any, training: bool) -> float:
+    """The eps of a BatchNorm, which torch wants positive; zero will do in evaluation."""
+    eps = finite("eps", eps)
+    if eps < 0.0 or (training and eps == 0.0):
+        wanted = "positive during training" if training else "non-negative"
+        raise ArgumentError(
+            f"batch_norm eps must be {wanted}. {eps!r} came. Give a small positive number."
+        )
+    return eps
 
 
 def _channels(axes: str, batch: bool, momentum: float, eps: float) -> str:

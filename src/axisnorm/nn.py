@@ -6,14 +6,17 @@ torch.nn's; only ``forward`` differs. Every module has a ``scheme`` and takes a 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
+from torch.nn.parameter import is_lazy
 
 from . import functional
-from .scheme import ArgumentError, Scheme, as_scheme
+from .scheme import ArgumentError, DtypeError, Scheme, as_scheme
 
 __all__ = [
     "AddLayerNorm",
@@ -27,12 +30,78 @@ __all__ = [
     "InstanceNorm3d",
     "LayerNorm",
     "LayerNorm2d",
+    "LazyBatchNorm1d",
+    "LazyBatchNorm2d",
+    "LazyBatchNorm3d",
+    "LazyInstanceNorm1d",
+    "LazyInstanceNorm2d",
+    "LazyInstanceNorm3d",
     "Norm",
     "RMSNorm",
 ]
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class _Traced(torch.nn.Module):
+    """What torch's tracers make of these modules."""
+
+    __jit_unused_properties__: ClassVar[list[str]] = ["scheme"]
+
+    def _node(self, *args: Any) -> Any:
+        """A call of this module in the graph that torch.fx records, None if it is the graph's root.
+
+        torch.fx takes the modules of torch.nn for leaves by their Python module's name; these say
+        so themselves.
+        """
+        tracer = next(arg.tracer for arg in args if isinstance(arg, Proxy))
+        if not isinstance(tracer, torch.fx.Tracer) or tracer.root is self:
+            return None
+        given = args[:-1] if args[-1] is None else args  # a mask comes last
+        return tracer.create_proxy("call_module", tracer.path_of_module(self), given, {})
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        """torch.nn's module with the same tensors, which torch.jit.script can compile."""
+        name = type(self).__name__
+        if type(self).__module__ != __name__:
+            return self  # a subclass, whose forward is its own
+        if not hasattr(torch.nn, name):
+            raise NotImplementedError(
+                f"torch.jit.script compiles what torch.nn has. {name} came. "
+                "Use torch.jit.trace or torch.export."
+            )
+        twin = copy.copy(self)
+        twin.__class__ = getattr(torch.nn, name)
+        return twin
+
+
+def _reset(module: Any, weight: float = 1.0) -> None:
+    """The initial weight and bias, of modules that may have neither."""
+    if module.weight is not None:
+        torch.nn.init.constant_(module.weight, weight)
+    if module.bias is not None:
+        torch.nn.init.zeros_(module.bias)
+
+
+def _refuse_kind(input: object) -> NoReturn:
+    raise DtypeError(
+        f"The input is a torch.Tensor. A {type(input).__name__} came. "
+        "Convert it with torch.as_tensor."
+    ) from None
+
+
+def _check_channels(input: Tensor, axis: int, channels: int) -> None:
+    """Refuse what a module without tensors of its own would not notice."""
+    try:
+        wrong = input.dim() > axis and input.shape[axis] != channels
+    except AttributeError:
+        _refuse_kind(input)
+    if wrong:
+        raise ArgumentError(
+            f"This module normalizes {channels} channels. The input of shape "
+            f"{tuple(input.shape)} has {input.shape[axis]} on axis {axis}. Change one of them."
+        )
+
+
+class LayerNorm(_Traced, torch.nn.LayerNorm):
     """LayerNorm over the trailing axes; see :class:`torch.nn.LayerNorm` and
     :func:`axisnorm.layer_norm`.
 
@@ -46,12 +115,14 @@ class LayerNorm(torch.nn.LayerNorm):
         return Scheme.layer_norm(self.normalized_shape, eps=self.eps)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
+            return node
         return functional.layer_norm(
             input, self.normalized_shape, self.weight, self.bias, self.eps, mask=mask
         )
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_Traced, torch.nn.RMSNorm):
     """RMSNorm over the trailing axes; see :class:`torch.nn.RMSNorm` and
     :func:`axisnorm.rms_norm`.
 
@@ -65,10 +136,12 @@ class RMSNorm(torch.nn.RMSNorm):
         return Scheme.rms_norm(self.normalized_shape, eps=self.eps)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if isinstance(x, Proxy) and (node := self._node(x, mask)) is not None:
+            return node
         return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps, mask=mask)
 
 
-class GroupNorm(torch.nn.GroupNorm):
+class GroupNorm(_Traced, torch.nn.GroupNorm):
     """GroupNorm of channels-first tensors; see :class:`torch.nn.GroupNorm` and
     :func:`axisnorm.group_norm`.
 
@@ -79,13 +152,28 @@ class GroupNorm(torch.nn.GroupNorm):
     tensor([[-1.0000,  1.0000, -1.0000,  1.0000]])
     """
 
-    def __init__(self, num_groups: int, num_channels: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
         if num_groups < 1 or num_channels % num_groups:
             raise ArgumentError(
-                "num_channels must be divisible by num_groups, a positive number. "
-                f"num_channels={num_channels} and num_groups={num_groups} came. Change one of them."
+                f"num_channels ({num_channels}) must be divisible by num_groups ({num_groups}), a "
+                "positive number. Change one of them."
             )
-        super().__init__(num_groups, num_channels, *args, **kwargs)
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if not bias:  # not an argument of older versions of torch
+            self.register_parameter("bias", None)
+
+    def reset_parameters(self) -> None:
+        _reset(self)
 
     @property
     def scheme(self) -> Scheme:
@@ -93,9 +181,35 @@ class GroupNorm(torch.nn.GroupNorm):
         return Scheme.group_norm(self.num_groups, eps=self.eps)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        return functional.group_norm(
-            input, self.num_groups, self.weight, self.bias, self.eps, mask=mask
-        )
+        if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
+            return node
+        weight = self.weight
+        if weight is None:
+            _check_channels(input, 1, self.num_channels)
+        return functional.group_norm(input, self.num_groups, weight, self.bias, self.eps, mask=mask)
+
+
+class _ChannelNorm(_Traced, torch.nn.modules.batchnorm._NormBase):
+    """What BatchNorms and InstanceNorms have in common."""
+
+    _ranks: ClassVar[tuple[int, ...]]
+    """The numbers of axes of inputs."""
+
+    def reset_parameters(self) -> None:
+        self.reset_running_stats()
+        _reset(self)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        try:
+            rank = input.dim()
+        except AttributeError:
+            _refuse_kind(input)
+        if rank not in self._ranks:
+            wanted = " or ".join(f"{n}D" for n in self._ranks)
+            raise ArgumentError(
+                f"expected {wanted} input (got {rank}D input). Shape {tuple(input.shape)} came for "
+                f"{self.num_features} channels. Use the norm of that rank, or reshape."
+            )
 
 
 def _count(batches: Tensor, input: Tensor, mask: Tensor | None) -> None:
@@ -104,8 +218,24 @@ def _count(batches: Tensor, input: Tensor, mask: Tensor | None) -> None:
         batches.add_(1 if mask is None else mask.any())
 
 
-class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+class _BatchNorm(_ChannelNorm, torch.nn.modules.batchnorm._BatchNorm):
     """What the three BatchNorms have in common."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # not an argument of older versions of torch
+            self.register_parameter("bias", None)
 
     @property
     def scheme(self) -> Scheme:
@@ -116,24 +246,25 @@ class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         )
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
+            return node
         self._check_input_dim(input)
-        batch = self.training or (self.running_mean is None and self.running_var is None)
-        tracked = not self.training or self.track_running_stats
-        counter = self.num_batches_tracked if self.training and tracked else None
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if counter is not None and self.momentum is None:
-            momentum = 1.0 / (float(counter) + 1.0)
+        weight, running_mean, running_var = self.weight, self.running_mean, self.running_var
+        batch = self.training or (running_mean is None and running_var is None)
+        counter, momentum = None, self.momentum
+        if self.training:
+            if not self.track_running_stats:
+                running_mean = running_var = None
+            else:
+                counter = self.num_batches_tracked
+        if momentum is None:
+            momentum = 0.0 if counter is None else 1.0 / (float(counter) + 1.0)
+        if weight is None and running_mean is None:
+            _check_channels(input, 1, self.num_features)
         y = functional.batch_norm(
-            input,
-            self.running_mean if tracked else None,
-            self.running_var if tracked else None,
-            self.weight,
-            self.bias,
-            batch,
-            momentum,
-            self.eps,
+            input, running_mean, running_var, weight, self.bias, batch, momentum, self.eps,
             mask=mask,
-        )
+        )  # fmt: skip
         # Last, so that a call that failed or saw no element leaves no trace.
         if counter is not None:
             _count(counter, input, mask)
@@ -149,6 +280,8 @@ class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
             [ 1.0000]])
     """
 
+    _ranks = (2, 3)
+
 
 class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
     """BatchNorm of (N, C, H, W) tensors; see :class:`torch.nn.BatchNorm2d` and
@@ -157,6 +290,8 @@ class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
     >>> BatchNorm2d(3).eval()(torch.zeros(1, 3, 2, 2)).abs().max().item()
     0.0
     """
+
+    _ranks = (4,)
 
 
 class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
@@ -167,9 +302,27 @@ class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
     0.0
     """
 
+    _ranks = (5,)
 
-class _InstanceNorm(torch.nn.modules.instancenorm._InstanceNorm):
+
+class _InstanceNorm(_ChannelNorm, torch.nn.modules.instancenorm._InstanceNorm):
     """What the three InstanceNorms have in common."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # not an argument of older versions of torch
+            self.register_parameter("bias", None)
 
     @property
     def scheme(self) -> Scheme:
@@ -183,14 +336,12 @@ class _InstanceNorm(torch.nn.modules.instancenorm._InstanceNorm):
         )
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
+            return node
         self._check_input_dim(input)
-        unbatched = input.dim() == self._get_no_batch_dim()
-        channels = input.shape[0 if unbatched else 1]
-        if channels != self.num_features:
-            raise ArgumentError(
-                f"This module normalizes {self.num_features} channels (num_features). The input of "
-                f"shape {tuple(input.shape)} has {channels}. Change one of them."
-            )
+        axis = input.dim() - self._get_no_batch_dim()
+        unbatched = axis == 0
+        _check_channels(input, axis, self.num_features)
         y = functional.instance_norm(
             input.unsqueeze(0) if unbatched else input,
             self.running_mean,
@@ -206,33 +357,134 @@ class _InstanceNorm(torch.nn.modules.instancenorm._InstanceNorm):
 
 
 class InstanceNorm1d(_InstanceNorm, torch.nn.InstanceNorm1d):
-    """InstanceNorm of (N, C, L) tensors; see :class:`torch.nn.InstanceNorm1d` and
+    """InstanceNorm of (N, C, L) or (C, L) tensors; see :class:`torch.nn.InstanceNorm1d` and
     :func:`axisnorm.instance_norm`.
 
     >>> InstanceNorm1d(1)(torch.tensor([[[0.0, 2.0]]]))
     tensor([[[-1.0000,  1.0000]]])
     """
 
+    _ranks = (2, 3)
+
 
 class InstanceNorm2d(_InstanceNorm, torch.nn.InstanceNorm2d):
-    """InstanceNorm of (N, C, H, W) tensors; see :class:`torch.nn.InstanceNorm2d` and
+    """InstanceNorm of (N, C, H, W) or (C, H, W) tensors; see :class:`torch.nn.InstanceNorm2d` and
     :func:`axisnorm.instance_norm`.
 
     >>> InstanceNorm2d(3)(torch.zeros(2, 3, 1, 1)).abs().max().item()
     0.0
     """
 
+    _ranks = (3, 4)
+
 
 class InstanceNorm3d(_InstanceNorm, torch.nn.InstanceNorm3d):
-    """InstanceNorm of (N, C, D, H, W) tensors; see :class:`torch.nn.InstanceNorm3d` and
-    :func:`axisnorm.instance_norm`.
+    """InstanceNorm of (N, C, D, H, W) or (C, D, H, W) tensors; see
+    :class:`torch.nn.InstanceNorm3d` and :func:`axisnorm.instance_norm`.
 
     >>> InstanceNorm3d(3)(torch.zeros(2, 3, 1, 1, 1)).abs().max().item()
     0.0
     """
 
+    _ranks = (4, 5)
 
-class _Affine(torch.nn.Module):
+
+class _Lazy(torch.nn.modules.batchnorm._LazyNormBase):
+    """What the norms have in common whose first input says the number of channels."""
+
+    _ranks: ClassVar[tuple[int, ...]]
+
+    def __init__(
+        self,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # not an argument of older versions of torch
+            self.register_parameter("bias", None)
+
+    _check_input_dim: Any = _ChannelNorm._check_input_dim
+
+    def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:
+        # Before anything is made, so that a wrong first input leaves no trace.
+        self._check_input_dim(input)
+        if self.num_features:
+            return
+        unbatched = isinstance(self, _InstanceNorm) and input.dim() == self._get_no_batch_dim()
+        channels = input.shape[0 if unbatched else 1]
+        given: tuple[Any, ...] = (self.weight, self.bias, self.running_mean, self.running_var)
+        tensors = [tensor for tensor in given if tensor is not None]
+        unknown = [tensor for tensor in tensors if is_lazy(tensor)]
+        # A state that was loaded has said the number of channels already.
+        self.num_features = channels if unknown or not tensors else len(tensors[0])
+        for tensor in unknown:
+            tensor.materialize((channels,))
+        if unknown:
+            self.reset_parameters()
+
+
+class LazyBatchNorm1d(_Lazy, torch.nn.LazyBatchNorm1d, _BatchNorm):
+    """A :class:`BatchNorm1d` whose first input says num_features.
+
+    >>> norm = LazyBatchNorm1d()
+    >>> _ = norm(torch.zeros(2, 5))
+    >>> norm
+    BatchNorm1d(5, eps=1e-05, momentum=0.1, affine=True...track_running_stats=True)
+    """
+
+    _ranks = BatchNorm1d._ranks
+    cls_to_become = BatchNorm1d
+
+
+class LazyBatchNorm2d(_Lazy, torch.nn.LazyBatchNorm2d, _BatchNorm):
+    """A :class:`BatchNorm2d` whose first input says num_features."""
+
+    _ranks = BatchNorm2d._ranks
+    cls_to_become = BatchNorm2d
+
+
+class LazyBatchNorm3d(_Lazy, torch.nn.LazyBatchNorm3d, _BatchNorm):
+    """A :class:`BatchNorm3d` whose first input says num_features."""
+
+    _ranks = BatchNorm3d._ranks
+    cls_to_become = BatchNorm3d
+
+
+class LazyInstanceNorm1d(_Lazy, torch.nn.LazyInstanceNorm1d, _InstanceNorm):
+    """An :class:`InstanceNorm1d` whose first input says num_features.
+
+    >>> norm = LazyInstanceNorm1d(affine=False, track_running_stats=False)
+    >>> norm(torch.tensor([[[0.0, 2.0]]]))
+    tensor([[[-1.0000,  1.0000]]])
+    >>> norm.num_features
+    1
+    """
+
+    _ranks = InstanceNorm1d._ranks
+    cls_to_become = InstanceNorm1d
+
+
+class LazyInstanceNorm2d(_Lazy, torch.nn.LazyInstanceNorm2d, _InstanceNorm):
+    """An :class:`InstanceNorm2d` whose first input says num_features."""
+
+    _ranks = InstanceNorm2d._ranks
+    cls_to_become = InstanceNorm2d
+
+
+class LazyInstanceNorm3d(_Lazy, torch.nn.LazyInstanceNorm3d, _InstanceNorm):
+    """An :class:`InstanceNorm3d` whose first input says num_features."""
+
+    _ranks = InstanceNorm3d._ranks
+    cls_to_become = InstanceNorm3d
+
+
+class _Affine(_Traced):
     """A weight and a bias, each of which may be None."""
 
     weight: torch.nn.Parameter | None
@@ -253,10 +505,7 @@ class _Affine(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """A weight that multiplies by one, a bias of zero."""
-        if self.weight is not None:
-            torch.nn.init.constant_(self.weight, 1.0 - self.scheme.weight_offset)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
+        _reset(self, 1.0 - self.scheme.weight_offset)
 
 
 class LayerNorm2d(_Affine):
@@ -266,7 +515,12 @@ class LayerNorm2d(_Affine):
         num_channels: C.
         eps: added to the variance.
         affine: whether there are a weight and a bias of shape (C,).
+        device: of the parameters.
+        dtype: of the parameters.
         bias: whether there is a bias.
+
+    Raises:
+        ArgumentError: the input has not C channels on axis 1.
 
     >>> LayerNorm2d(2, affine=False)(torch.tensor([0.0, 2.0]).reshape(1, 2, 1, 1)).flatten()
     tensor([-1.0000,  1.0000])
@@ -294,14 +548,15 @@ class LayerNorm2d(_Affine):
         return Scheme.layer_norm_2d(eps=self.eps)
 
     def extra_repr(self) -> str:
-        return f"{self.num_channels}, eps={self.eps}, affine={self.affine}"
+        return (
+            f"{self.num_channels}, eps={self.eps}, affine={self.affine}, "
+            f"bias={self.bias is not None}"
+        )
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        if input.dim() < 2 or input.shape[1] != self.num_channels:
-            raise ArgumentError(
-                f"This module normalizes {self.num_channels} channels on axis 1. An input of shape "
-                f"{tuple(input.shape)} came. Give a channels-first tensor."
-            )
+        if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
+            return node
+        _check_channels(input, 1, self.num_channels)
         return functional.layer_norm_2d(input, self.weight, self.bias, self.eps, mask=mask)
 
 
@@ -313,6 +568,8 @@ class AddLayerNorm(LayerNorm):
         eps: added to the variance.
         elementwise_affine: whether there are a weight and a bias.
         bias: whether there is a bias.
+        device: of the parameters.
+        dtype: of the parameters.
         dropout_p: the probability that an element of the first input is dropped, in training.
         prenorm: return (y, h).
 
@@ -343,6 +600,8 @@ class AddLayerNorm(LayerNorm):
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor, mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
+        if isinstance(input, Proxy) and (node := self._node(input, residual, mask)) is not None:
+            return node
         return functional.add_layer_norm(
             input,
             residual,
@@ -364,6 +623,8 @@ class AddRMSNorm(RMSNorm):
         normalized_shape: the sizes of the trailing axes that share a root mean square.
         eps: added to the mean square; None is the machine epsilon of the compute type.
         elementwise_affine: whether there is a weight.
+        device: of the parameters.
+        dtype: of the parameters.
         dropout_p: the probability that an element of the first input is dropped, in training.
         prenorm: return (y, h).
 
@@ -392,6 +653,8 @@ class AddRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor, mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
+        if isinstance(x, Proxy) and (node := self._node(x, residual, mask)) is not None:
+            return node
         return functional.add_rms_norm(
             x,
             residual,
@@ -415,6 +678,8 @@ class Norm(_Affine):
         bias: whether there is a bias, where the scheme has affine axes.
         track_running_stats: keep running statistics in training and normalize with them in
             evaluation. Their shape is that of the kept affine axes.
+        device: of the parameters and running statistics.
+        dtype: of the parameters and running statistics.
         fields: further fields of the scheme.
 
     Raises:
@@ -466,10 +731,28 @@ class Norm(_Affine):
             return self._scheme
         return self._scheme.replace(statistics="batch" if self.training else "running")
 
+    def reset_running_stats(self) -> None:
+        """A mean of zero, a variance of one, no batch seen."""
+        if self.track_running_stats:
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        self.reset_running_stats()
+        super().reset_parameters()
+
     def extra_repr(self) -> str:
-        return repr(str(self._scheme))
+        said = [repr(str(self._scheme))]
+        if self._scheme.affine:
+            said += [f"{name}=False" for name, p in self._parameters.items() if p is None]
+        if self.track_running_stats and self._scheme.statistics == "batch":
+            said.append("track_running_stats=True")
+        return ", ".join(said)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
+            return node
         if not self.track_running_stats:
             return functional.normalize(input, self._scheme, self.weight, self.bias, mask=mask)
         scheme = self.scheme

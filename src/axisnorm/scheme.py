@@ -11,19 +11,50 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
 __all__ = ["ArgumentError", "DtypeError", "Layout", "Part", "Scheme", "Sizes", "as_scheme"]
 
 
-class ArgumentError(ValueError, RuntimeError):
+class _PlacedError(Exception):
+    """An error whose text begins with the torch module that it came from, if from one."""
+
+    def __str__(self) -> str:
+        place = _module_of(self.__traceback__)
+        return f"In {place}: {super().__str__()}" if place else super().__str__()
+
+
+def _module_of(traceback: TracebackType | None) -> str:
+    """The path and the class of the innermost torch module whose call an error has left.
+
+    A module does not know its place in a model; the model is the outermost one that it has left.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    call = torch.nn.Module._call_impl.__code__
+    modules = []
+    while traceback:
+        if traceback.tb_frame.f_code is call:
+            modules.append(traceback.tb_frame.f_locals["self"])
+        traceback = traceback.tb_next
+    if not modules:
+        return ""
+    path = next((path for path, m in modules[0].named_modules() if m is modules[-1]), "")
+    kind = type(modules[-1]).__name__
+    return f"{path} ({kind})" if path else kind
+
+
+class ArgumentError(_PlacedError, ValueError, RuntimeError):
     """A shape, an axis or a value does not fit. Raised before anything is computed."""
 
 
-class DtypeError(TypeError, NotImplementedError):
+class DtypeError(_PlacedError, TypeError, NotImplementedError):
     """A type is not one that can be normalized. Raised before anything is computed."""
 
 
@@ -809,7 +840,7 @@ class Sizes:
             raise ArgumentError(
                 f"The {name} varies {said}, so its shape is {self.affine_shape} for an input of "
                 f"shape {self.shape}. A {name} of shape {tuple(shape)} came. "
-                f"Give that shape, or name its axes: affine=... in '{scheme}'."
+                f"Change one of them, or name the axes: affine=... in '{scheme}'."
             )
 
     def check_mask(self, shape: Sequence[int]) -> None:

@@ -1,0 +1,258 @@
+"""Where axisnorm differs from torch on purpose: one test for each row of the documented table.
+
+Each shows torch's side too, so that a row goes when torch no longer differs.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import values
+
+import axisnorm
+from axisnorm import ArgumentError, nn
+
+TABLE = Path(__file__).parents[1] / "docs" / "differences-from-torch.md"
+
+
+def test_the_table_has_a_row_for_each_test_here() -> None:
+    rows = re.findall(r"^\| (\w+) \|", TABLE.read_text(), re.MULTILINE)
+    assert rows.pop(0) == "name"
+    tests = [name.removeprefix("test_") for name in globals() if name.startswith("test_")]
+    assert rows == tests[1:]
+
+
+def off(actual: torch.Tensor, exact: torch.Tensor | float) -> float:
+    return float((actual.double() - exact).abs().max())
+
+
+def test_mean_far_from_zero() -> None:
+    x = torch.tensor([40000.0, 40001, 40002, 40003])
+    exact = F.layer_norm(x.double(), (4,))
+    column, row = x.reshape(4, 1), x.reshape(1, 1, 4)
+    for package in (F, axisnorm):
+        y = package.batch_norm(column, None, None, training=True)
+        z = package.instance_norm(row)
+        errors = off(y.reshape(4), exact), off(z.reshape(4), exact)
+        assert max(errors) < 1e-6 if package is axisnorm else min(errors) > 5e-4
+
+
+def test_constant_group() -> None:
+    def outputs(package: Any, value: float, dtype: torch.dtype) -> list[torch.Tensor]:
+        x = torch.full((2, 1000), value, dtype=dtype)
+        bias, three = torch.full((1000,), 3.0, dtype=dtype), torch.full((1,), 3.0, dtype=dtype)
+        return [
+            package.layer_norm(x, (1000,), None, bias),
+            package.group_norm(x, 1, None, bias),
+            package.instance_norm(x.reshape(2, 1, 1000), None, None, None, three),
+            package.batch_norm(x.reshape(2000, 1), None, None, None, three, True),
+        ]
+
+    for dtype in (torch.float32, torch.float16):
+        found = outputs(F, 1000.3333, dtype)
+        exact = outputs(axisnorm, 1000.3333, dtype)
+        assert all(torch.equal(y, torch.full_like(y, 3.0)) for y in exact)
+        errors = [off(y, 3.0) for y in found]
+        assert min(errors[1:]) > 5e-4 if dtype == torch.float32 else errors[0] > 5e-3
+
+
+def test_large_magnitude() -> None:
+    x = torch.tensor([[1e30, -1e30, 3e30, 0.0]])
+    assert F.layer_norm(x, (4,)).isnan().all()
+    assert off(axisnorm.layer_norm(x, 4), F.layer_norm(x.double(), (4,))) < 1e-6
+
+
+def test_forward_mode_twice() -> None:
+    x = torch.tensor([1.0, 2, 4, 1], dtype=torch.float64)
+
+    def hessian(package: Any, transform: Any) -> torch.Tensor:
+        def energy(t: torch.Tensor) -> torch.Tensor:
+            return package.layer_norm(t, (4,)).pow(3).sum()
+
+        return transform(transform(energy))(x)
+
+    exact = hessian(F, torch.func.jacrev)
+    assert off(hessian(F, torch.func.jacfwd), exact) > 1.0
+    assert off(hessian(axisnorm, torch.func.jacfwd), exact) < 1e-12
+
+
+def test_second_derivative_without_weight() -> None:
+    x = values((2, 3), torch.float64).requires_grad_()
+    b = values((3,), torch.float64, 1).requires_grad_()
+
+    def norm(package: Any) -> Any:
+        return lambda t, s: package.layer_norm(t, (3,), None, s)
+
+    assert torch.autograd.gradgradcheck(norm(axisnorm), (x, b))
+    assert not torch.autograd.gradgradcheck(norm(F), (x, b), raise_exception=False)
+
+
+def test_one_value_per_channel() -> None:
+    x, bias = torch.tensor([[5.0, 6, 7, 8]]), torch.tensor([1.0, 2, 3, 4])
+    with pytest.raises(ValueError, match="more than 1 value"):
+        F.group_norm(x, 4, None, bias)
+    assert off(F.group_norm(x.repeat(2, 1), 4, None, bias), bias) < 1e-4
+    assert axisnorm.group_norm(x, 4, None, bias).tolist() == [bias.tolist()]
+    image = x.reshape(1, 4, 1, 1)
+    with pytest.raises(ValueError, match="more than 1 spatial element"):
+        F.instance_norm(image, bias=bias)
+    assert axisnorm.instance_norm(image, bias=bias).flatten().tolist() == bias.tolist()
+    for package in (F, axisnorm):
+        with pytest.raises(ValueError, match="more than 1 value"):
+            package.batch_norm(x, None, None, training=True)
+
+
+def test_failed_batch() -> None:
+    for package, counted in ((torch.nn, 1), (nn, 0)):
+        module = package.BatchNorm1d(4)
+        with pytest.raises(ValueError, match="more than 1 value"):
+            module(torch.ones(1, 4))
+        assert module.num_batches_tracked == counted
+
+
+def test_empty_batch() -> None:
+    for package, counted in ((torch.nn, 1), (nn, 0)):
+        module = package.BatchNorm1d(4)
+        assert module(torch.ones(0, 4)).shape == (0, 4)
+        assert module.num_batches_tracked == counted
+        assert not module.running_mean.any()
+
+
+def test_number_of_channels() -> None:
+    x = torch.ones(2, 80, 3)
+    with pytest.warns(UserWarning, match="does not match num_features"):
+        torch.nn.InstanceNorm1d(64)(x)
+    torch.nn.GroupNorm(4, 64, affine=False)(x)
+    torch.nn.BatchNorm1d(64, affine=False, track_running_stats=False)(x)
+    for module in (
+        nn.InstanceNorm1d(64),
+        nn.GroupNorm(4, 64, affine=False),
+        nn.BatchNorm1d(64, affine=False, track_running_stats=False),
+    ):
+        with pytest.raises(ArgumentError, match=r"64 channels.*\(2, 80, 3\) has 80"):
+            module(x)
+
+
+def test_eps_not_finite() -> None:
+    x, nan = values((2, 4, 3)), float("nan")
+    for package in (F, axisnorm):
+        for call in (
+            lambda p: p.layer_norm(x, (3,), eps=nan),
+            lambda p: p.rms_norm(x, (3,), eps=nan),
+            lambda p: p.group_norm(x, 2, eps=nan),
+            lambda p: p.instance_norm(x, eps=nan),
+            lambda p: p.batch_norm(x, None, None, training=True, eps=nan),
+        ):
+            if package is F:
+                assert call(package).isnan().all()
+            else:
+                with pytest.raises(ArgumentError, match="eps is a finite number"):
+                    call(package)
+
+
+def test_num_groups() -> None:
+    with pytest.raises(ZeroDivisionError):
+        torch.nn.GroupNorm(0, 8)
+    torch.nn.GroupNorm(-1, 8)
+    for groups in (0, -1):
+        with pytest.raises(ArgumentError, match="divisible"):
+            nn.GroupNorm(groups, 8)
+
+
+def test_channels_last() -> None:
+    x = values((2, 8, 4, 4)).contiguous(memory_format=torch.channels_last)
+    assert not F.instance_norm(x).is_contiguous(memory_format=torch.channels_last)
+    assert axisnorm.instance_norm(x).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_lazy_instance_norm() -> None:
+    plain = {"affine": False, "track_running_stats": False}
+    theirs, ours = torch.nn.LazyInstanceNorm1d(**plain), nn.LazyInstanceNorm1d(**plain)
+    with pytest.warns(UserWarning, match="does not match num_features"):
+        theirs(torch.ones(2, 3, 4))
+    ours(torch.ones(2, 3, 4))
+    assert (theirs.num_features, ours.num_features) == (0, 3)
+    with pytest.raises(ValueError, match="num_features"):
+        torch.nn.LazyInstanceNorm1d()(torch.ones(3, 4))
+    unbatched = nn.LazyInstanceNorm1d()
+    unbatched(torch.ones(3, 4))
+    assert unbatched.weight.shape == (3,)
+
+
+def test_lazy_refusal() -> None:
+    for package, features in ((torch.nn, 3), (nn, 0)):
+        module = package.LazyBatchNorm2d()
+        with pytest.raises(ValueError, match="expected 4D input"):
+            module(torch.ones(2, 3, 4))
+        assert module.num_features == features
+    assert module(torch.ones(2, 5, 4, 4)).shape == (2, 5, 4, 4)
+    assert type(module) is nn.BatchNorm2d
+
+
+def test_lazy_state() -> None:
+    x, state = torch.ones(2, 3, 4), nn.InstanceNorm1d(3, affine=True).state_dict()
+    for package, features in ((torch.nn, 0), (nn, 3)):
+        module = package.LazyInstanceNorm1d(track_running_stats=False)
+        module.load_state_dict(state)
+        if features:
+            module(x)
+        else:
+            with pytest.raises(ValueError, match="num_features"):
+                module(x)
+        assert module.num_features == features
+
+
+def test_mixed_types() -> None:
+    x, w = values((2, 4)), values((4,), torch.float16, 1)
+    exact = F.layer_norm(x.double(), (4,), w.double())
+    for call in (lambda p: p.layer_norm(x, (4,), w), lambda p: p.group_norm(x, 1, w)):
+        with pytest.raises(RuntimeError, match="mixed dtype"):
+            call(F)
+        y = call(axisnorm)
+        assert y.dtype == torch.float32 and off(y, exact) < 1e-6
+
+
+def test_rms_norm_warning() -> None:
+    x, w = values((2, 4), torch.bfloat16), values((4,), seed=1)
+    with pytest.warns(UserWarning, match="Mismatch dtype"):
+        wanted = F.rms_norm(x, (4,), w)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = axisnorm.rms_norm(x, 4, w)
+    assert y.dtype == wanted.dtype
+    assert off(y, F.rms_norm(x.double(), (4,), w.double(), 2.0**-23)) < 0.01
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting() -> None:
+    model = torch.nn.Sequential(nn.BatchNorm1d(3), nn.LayerNorm(5), nn.LazyBatchNorm1d())
+    x = values((4, 3, 5))
+    wanted = model(x)  # the lazy norm is none after this
+    norms = list(model)
+    model[0].reset_running_stats()
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x), wanted)
+    for before, after in zip(norms, model, strict=True):
+        assert type(after) is getattr(torch.nn, type(before).__name__)
+        assert after.weight is before.weight
+    assert scripted[0].num_batches_tracked == norms[0].num_batches_tracked == 1
+    for module in (
+        nn.LayerNorm2d(3),
+        nn.AddLayerNorm(5),
+        nn.AddRMSNorm(5),
+        nn.Norm("n [d]"),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace or torch\.export"):
+            torch.jit.script(torch.nn.Sequential(module))
+
+    class Own(nn.LayerNorm):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input + 1
+
+    assert torch.equal(torch.jit.script(Own(5))(x), x + 1)

@@ -1,0 +1,392 @@
+"""The guard of the short way: what watches a tensor sees it, and is missed without its row.
+
+Every row of the guard is tested through every short door, and again with that row blind: then the
+result must be wrong, or the row guards nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwad
+from cases import values
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import axisnorm
+from axisnorm import _build, _route, _torch, _torch_residual
+
+Door = Callable[..., torch.Tensor]
+T = torch.Tensor
+
+native = _build.native
+
+
+SHAPE = (3, 4, 4)
+
+
+def batch_norm(x: T, w: T, b: T) -> T:
+    return axisnorm.batch_norm(x, None, None, w, b, True)
+
+
+def evaluated(x: T, w: T, b: T) -> T:
+    mean, var = torch.linspace(-1, 1, 4), torch.linspace(1, 2, 4)
+    return axisnorm.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), w, b)
+
+
+# Each takes x of that shape, and a weight and a bias of shape (4,).
+DOORS: dict[str, Door] = {
+    "layer_norm": lambda x, w, b: axisnorm.layer_norm(x, (4,), w, b),
+    "rms_norm": lambda x, w, b: axisnorm.rms_norm(x, (4,), w),
+    "add_layer_norm": lambda x, w, b: axisnorm.add_layer_norm(x, x, (4,), w, b),
+    "add_rms_norm": lambda x, w, b: axisnorm.add_rms_norm(x, x, (4,), w),
+    "group_norm": lambda x, w, b: axisnorm.group_norm(x, 2, w, b),
+    "instance_norm": lambda x, w, b: axisnorm.instance_norm(x, None, None, w, b),
+    "layer_norm_2d": axisnorm.layer_norm_2d,
+    "batch_norm": batch_norm,
+    "batch_norm in evaluation": evaluated,
+}
+FUNCTIONS = {getattr(axisnorm, name.split()[0]) for name in DOORS} | {axisnorm.normalize}
+Doors = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
+
+
+def given(dtype: torch.dtype = torch.float32) -> list[T]:
+    return [values(SHAPE, dtype), values((4,), dtype, 1), values((4,), dtype, 2)]
+
+
+@contextlib.contextmanager
+def blind(**watchers: Any) -> Iterator[None]:
+    """The native module with other answers to who is watching."""
+    api = torch.Tensor.__dlpack_c_exchange_api__
+    assert native.connect(api, {**_torch._CONNECTED, **watchers})
+    try:
+        yield
+    finally:
+        assert native.connect(api, _torch._CONNECTED)
+
+
+def check(right: Callable[[], bool], **blinded: Any) -> None:
+    """The result is right, and would not be, or be none, if the guard did not look."""
+    assert right()
+    with blind(**blinded):
+        try:
+            missed = not right()
+        except RuntimeError:
+            missed = True
+        assert missed
+    assert right()
+
+
+@Doors
+def test_forward_mode(door: Door) -> None:
+    tensors = given(torch.float64)
+    v = values(SHAPE, torch.float64, 5)
+
+    def right() -> bool:
+        with fwad.dual_level():
+            x = fwad.make_dual(tensors[0], v)
+            return fwad.unpack_dual(door(x, *tensors[1:])).tangent is not None
+
+    check(right, forward_ad={"_current_level": -1})
+
+
+@Doors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_tracing(door: Door) -> None:
+    x, w, b = given()
+    other = values(SHAPE, seed=7)
+
+    def right() -> bool:
+        traced = torch.jit.trace(lambda t: door(t, w, b), (x,), check_trace=False)
+        return torch.allclose(traced(other), door(other, w, b), atol=1e-5)
+
+    check(right, tracing=lambda: None)
+
+
+@Doors
+def test_function_modes(door: Door) -> None:
+    class Record(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+
+    def right() -> bool:
+        seen.clear()
+        with Record():
+            door(*given())
+        return bool(FUNCTIONS & set(seen))
+
+    check(right, function_mode=lambda: False)
+
+
+@Doors
+def test_dispatch_modes(door: Door) -> None:
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    tensors = given()
+
+    def right() -> bool:
+        seen.clear()
+        with Record():
+            door(*tensors)
+        return any(name.startswith("axisnorm.") for name in seen)
+
+    check(right, dispatch_modes=lambda: 0)
+
+
+@Doors
+def test_transforms(door: Door) -> None:
+    """x is none of the tensors that vmap wraps, but has a gradient outside."""
+    x, w, b = given(torch.float64)
+    x.requires_grad_()
+    scales, grad = torch.tensor([1.0, 3.0], dtype=torch.float64), values(SHAPE, torch.float64, 4)
+    (once,) = torch.autograd.grad(door(x, w, b), x, grad)
+
+    def right() -> bool:
+        y = torch.func.vmap(lambda s: door(x, w, b) * s)(scales)
+        return torch.allclose(torch.autograd.grad(y, x, torch.stack([grad, grad]))[0], 4 * once)
+
+    check(right, transforms=lambda: False)
+
+
+@Doors
+def test_subclasses(door: Door) -> None:
+    class Tagged(torch.Tensor):
+        """A tensor that is told of every function."""
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    seen: list[Any] = []
+    x, w, b = given()
+
+    def right() -> bool:
+        seen.clear()
+        y = door(x.as_subclass(Tagged), w, b)
+        return type(y) is Tagged and bool(FUNCTIONS & set(seen))
+
+    check(right, Parameter=Tagged)
+
+
+NEGATED = [
+    (name, which)
+    for name in DOORS
+    for which in range(2 if "rms" in name else 3)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "which"), NEGATED)
+def test_negative_views(name: str, which: int) -> None:
+    door, tensors = DOORS[name], given()
+    negated = [torch._neg_view(t) if i == which else t for i, t in enumerate(tensors)]
+    wanted = door(*[-t if i == which else t for i, t in enumerate(tensors)])
+    check(lambda: torch.equal(door(*negated), wanted), is_neg=lambda _: False)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("training", [True, False])
+def test_negative_running_statistics(which: int, training: bool) -> None:
+    x = values(SHAPE)
+
+    def right() -> bool:
+        running = [torch.full((4,), 3.0), torch.full((4,), 2.0)]
+        plain = [t.clone() for t in running]
+        running[which] = torch._neg_view(-running[which])
+        assert running[which].is_neg()
+        y = axisnorm.batch_norm(x, *running, training=training)
+        wanted = axisnorm.batch_norm(x, *plain, training=training)
+        return torch.equal(y, wanted) and all(map(torch.equal, running, plain))
+
+    check(right, is_neg=lambda _: False)
+
+
+@Doors
+def test_negative_gradients(door: Door) -> None:
+    x, w, b = given()
+    x.requires_grad_()
+    grad = values(SHAPE, seed=4)
+    (wanted,) = torch.autograd.grad(door(x, w, b), x, -grad)
+
+    def right() -> bool:
+        return torch.equal(torch.autograd.grad(door(x, w, b), x, torch._neg_view(grad))[0], wanted)
+
+    check(right, is_neg=lambda _: False)
+
+
+def test_compilers() -> None:
+    """While a compiler or exporter runs, what is called on real tensors is recorded too."""
+    x, w, b = given()
+
+    def right() -> bool:
+        torch.compiler._is_compiling_flag = True
+        try:
+            return _torch.short_layer_norm(x, (4,), w, b, 1e-5) is None
+        finally:
+            torch.compiler._is_compiling_flag = False
+
+    check(right, compiler={"_is_compiling_flag": False})
+
+
+# --- Tensors that are no plain memory: no short way takes one, in any place.
+
+
+def quantized(t: T) -> T:
+    return torch._empty_affine_quantized(t.shape, scale=0.1, zero_point=0, dtype=torch.qint8)
+
+
+def without_storage(t: T) -> T:
+    t = t.clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def functional(t: T) -> T:
+    return torch._to_functional_tensor(t)
+
+
+SPOILED: dict[str, Callable[[T], Any]] = {
+    "meta": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "quantized": quantized,
+    "zero": lambda t: torch._efficientzerotensor(t.shape),
+    "freed": without_storage,
+    "functional": functional,
+    "integer": lambda t: t.int(),
+    "complex": lambda t: t.to(torch.complex64),
+    "float8": lambda t: t.to(torch.float8_e5m2),
+    "an array": lambda t: t.numpy(),
+    "a list": lambda t: t.tolist(),
+}
+
+SHORT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = {
+    "layer_norm": (_torch.short_layer_norm, (0, (4,), 1, 2, 1e-5), (0, 2, 3)),
+    "rms_norm": (_torch.short_rms_norm, (0, (4,), 1, 1e-5, 0.0, "once"), (0, 2)),
+    "group_norm": (
+        _torch.short_channel_norm,
+        (0, 1, 2, _route.GROUP, 2, 1e-5, None, None, True, 0.1),
+        (0, 1, 2),
+    ),
+    "batch_norm": (
+        _torch.short_channel_norm,
+        (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, True, 0.1),
+        (0, 1, 2, 6, 7),
+    ),
+    "batch_norm in evaluation": (
+        _torch.short_channel_norm,
+        (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, False, 0.1),
+        (0, 1, 2, 6, 7),
+    ),
+    "add_layer_norm": (
+        _torch_residual.short_add_layer_norm,
+        (0, 0, (4,), 1, 2, 1e-5, 0.0, False, False),
+        (0, 1, 3, 4),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=list(SPOILED))
+@pytest.mark.parametrize("name", SHORT)
+def test_not_plain_memory(name: str, spoil: Callable[[T], Any]) -> None:
+    function, arguments, places = SHORT[name]
+    tensors = [*given(), torch.zeros(4), torch.ones(4)]
+    plain = [tensors[a] if type(a) is int and i in places else a for i, a in enumerate(arguments)]
+    assert function(*plain) is not None
+    before = [t.clone() for t in tensors]
+    for place in places:
+        spoiled = list(plain)
+        spoiled[place] = spoil(tensors[arguments[place]])
+        assert function(*spoiled) is None
+    assert all(map(torch.equal, tensors, before))
+
+
+# --- The long way has a guard of its own, in Python.
+
+LONG: dict[str, Door] = {
+    "native": lambda x, w, b: axisnorm.normalize(x, "... [d]; affine=d", w, b),
+    "reference": lambda x, w, b: axisnorm.normalize(
+        x, "... [d]; affine=d; eps_placement=std", w, b
+    ),
+    "channels": lambda x, w, b: axisnorm.normalize(x, "n (g=2 [c]) [l]; affine=g c", w, b),
+}
+LongDoors = pytest.mark.parametrize("door", LONG.values(), ids=list(LONG))
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another one, without memory of its own, that is told of every operator."""
+
+    seen: list[str]
+    inside: T
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wrapped = [a for a in args if isinstance(a, Wrapper)]
+        wrapped[0].seen.append(str(func))
+        plain = [a.inside if isinstance(a, Wrapper) else a for a in args]
+        found = func(*plain, **(kwargs or {}))
+        return tuple(wrapper(t, wrapped[0].seen) for t in found)
+
+
+def wrapper(inside: T, seen: list[str]) -> Wrapper:
+    made = torch.Tensor._make_wrapper_subclass(
+        Wrapper, inside.shape, dtype=inside.dtype, strides=inside.stride()
+    )
+    made.inside, made.seen = inside, seen
+    return made
+
+
+@LongDoors
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_wrapper_subclasses(door: Door, which: int) -> None:
+    tensors = given()
+    wanted = door(*tensors)
+    seen: list[str] = []
+    y = door(*[wrapper(t, seen) if i == which else t for i, t in enumerate(tensors)])
+    assert seen == ["axisnorm.norm_fwd.default"]
+    assert isinstance(y, Wrapper) and torch.equal(y.inside, wanted)
+
+
+@LongDoors
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_functional_tensors(door: Door, which: int) -> None:
+    tensors = given()
+    wrapped = [functional(t) if i == which else t for i, t in enumerate(tensors)]
+    y = door(*wrapped)
+    assert torch._is_functional_tensor(y)
+    torch._sync(y)
+    assert torch.equal(torch._from_functional_tensor(y), door(*tensors))
+
+
+@LongDoors
+@pytest.mark.parametrize("kind", ["negative", "zero"])
+def test_gradients_without_plain_memory(door: Door, kind: str) -> None:
+    tensors = [t.requires_grad_() for t in given()]
+    grad = values(SHAPE, seed=4)
+    if kind == "negative":
+        special, plain = torch._neg_view(grad), -grad
+    else:
+        special, plain = torch._efficientzerotensor(SHAPE), torch.zeros(SHAPE)
+    found = torch.autograd.grad(door(*tensors), tensors, special)
+    wanted = torch.autograd.grad(door(*tensors), tensors, plain)
+    assert all(map(torch.equal, found, wanted))
