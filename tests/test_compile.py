@@ -140,6 +140,29 @@ def test_number_of_groups_that_changes() -> None:
         assert torch.equal(run(x, groups), axisnorm.group_norm(x, groups))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ann.BatchNorm1d(8, momentum=None),
+        lambda: ann.Norm(
+            "[n] c; momentum=none", affine="c", sizes={"c": 8}, track_running_stats=True
+        ),
+    ],
+    ids=["BatchNorm1d", "Norm"],
+)
+def test_the_average_of_all_batches_is_compiled_once(make: Callable[[], Any]) -> None:
+    compiled, eager = make(), make()
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(compiled, backend=counter, fullgraph=True)
+    for seed in range(10):
+        x = values((4, 8), seed=seed)
+        torch.testing.assert_close(run(x), eager(x))
+    assert counter.frame_count == 1
+    assert int(compiled.num_batches_tracked) == 10
+    torch.testing.assert_close(compiled.running_mean, eager.running_mean)
+    torch.testing.assert_close(compiled.running_var, eager.running_var)
+
+
 def test_one_value_a_channel_leaves_no_trace() -> None:
     module = ann.BatchNorm1d(3)
     run = torch.compile(module, backend="aot_eager")

@@ -7,7 +7,7 @@ torch.nn's; only ``forward`` differs. Every module has a ``scheme`` and takes a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -212,6 +212,19 @@ class _ChannelNorm(_Traced, torch.nn.modules.batchnorm._NormBase):
             )
 
 
+def _averaging(module: Any, run: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
+    """A batch that moves running statistics to the average of all batches: momentum=None."""
+    mean, var, counter = module.running_mean, module.running_var, module.num_batches_tracked
+    if not torch.compiler.is_compiling():
+        return run(mean, var, 1.0 / (float(counter) + 1.0))
+    # A number that is read off the counter would be compiled in. This batch's own are averaged.
+    own = mean.clone(), var.clone()
+    y = run(*own, 1.0)
+    for running, new in zip((mean, var), own, strict=True):
+        running.lerp_(new, (1.0 / (counter + 1.0)).to(running.dtype))
+    return y
+
+
 def _count(batches: Tensor, input: Tensor, mask: Tensor | None) -> None:
     """Count a batch of which something was seen."""
     if input.numel():
@@ -257,14 +270,18 @@ class _BatchNorm(_ChannelNorm, torch.nn.modules.batchnorm._BatchNorm):
                 running_mean = running_var = None
             else:
                 counter = self.num_batches_tracked
-        if momentum is None:
-            momentum = 0.0 if counter is None else 1.0 / (float(counter) + 1.0)
         if weight is None and running_mean is None:
             _check_channels(input, 1, self.num_features)
-        y = functional.batch_norm(
-            input, running_mean, running_var, weight, self.bias, batch, momentum, self.eps,
-            mask=mask,
-        )  # fmt: skip
+
+        def run(mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
+            return functional.batch_norm(
+                input, mean, var, weight, self.bias, batch, momentum, self.eps, mask=mask
+            )
+
+        if momentum is None and counter is not None:
+            y = _averaging(self, run)
+        else:
+            y = run(running_mean, running_var, 0.0 if momentum is None else momentum)
         # Last, so that a call that failed or saw no element leaves no trace.
         if counter is not None:
             _count(counter, input, mask)
@@ -756,17 +773,22 @@ class Norm(_Affine):
         if not self.track_running_stats:
             return functional.normalize(input, self._scheme, self.weight, self.bias, mask=mask)
         scheme = self.scheme
+
+        def run(mean: Tensor, var: Tensor, momentum: float | None) -> Tensor:
+            return functional.normalize(
+                input,
+                scheme if momentum is None else scheme.replace(momentum=momentum),
+                self.weight,
+                self.bias,
+                running_mean=mean,
+                running_var=var,
+                mask=mask,
+            )
+
         if self.training and scheme.momentum is None:
-            scheme = scheme.replace(momentum=1.0 / (float(self.num_batches_tracked) + 1.0))
-        y = functional.normalize(
-            input,
-            scheme,
-            self.weight,
-            self.bias,
-            running_mean=self.running_mean,
-            running_var=self.running_var,
-            mask=mask,
-        )
+            y = _averaging(self, run)
+        else:
+            y = run(self.running_mean, self.running_var, None)
         if self.training:
             _count(self.num_batches_tracked, input, mask)
         return y
