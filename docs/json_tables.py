@@ -48,11 +48,13 @@ The same as a JSON Schema (draft 2020-12) comes with the package:
 | `axisnorm compare A B --shape SHAPE` | `axisnorm.compare` | `axisnorm.comparison/1` |
 | `axisnorm identify ...` | `axisnorm.identify` | `axisnorm.identification/1` |
 | `axisnorm audit MODEL` | `axisnorm.audit` | `axisnorm.audit/1` |
-| | `axisnorm.swap` | `axisnorm.swap/1` |
+| `axisnorm audit A --diff B` | `axisnorm.audit(...).diff(other)` | `axisnorm.differences/1` |
+| `axisnorm audit A --swap` | `axisnorm.swap` | `axisnorm.swap/1` |
 | `axisnorm presets` | `axisnorm.PRESETS` | `axisnorm.presets/1` |
 
-Exit statuses of the command line: 0 fine; 1 something was found and `--strict` was said; 2 wrong
-use or bad input, with one line on standard error, and nothing written.
+Exit statuses of the command line: 0 fine; 1 with `--strict`, where `audit` has an error or a
+warning among its findings (notes do not count) or the norms of `--diff` differ; 2 wrong use or bad
+input, with one line on standard error, and nothing written.
 """
 
 

@@ -16,7 +16,7 @@ from axisnorm import reference
 from axisnorm.lens.audit import audit
 from axisnorm.lens.identify import rivals, tell_apart, tolerance
 from axisnorm.lens.models.findings import CODES
-from axisnorm.lens.rendering.report import folded
+from axisnorm.lens.rendering.folding import folded
 from axisnorm.scheme import ArgumentError, Scheme
 
 SEED = torch.Generator().manual_seed(20)

@@ -427,8 +427,9 @@ def test_wrong_use(subject, shape):
 
 
 def test_without_rich_the_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "axisnorm.lens.rendering.report", raising=False)
-    monkeypatch.delattr("axisnorm.lens.rendering.report", raising=False)
+    for name in ("report", "audited", "console"):
+        monkeypatch.delitem(sys.modules, f"axisnorm.lens.rendering.{name}", raising=False)
+        monkeypatch.delattr(f"axisnorm.lens.rendering.{name}", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)

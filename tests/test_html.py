@@ -20,7 +20,9 @@ from axisnorm import PRESETS, ArgumentError, Scheme, explain
 from axisnorm.lens.explain import named_norms, partition
 from axisnorm.lens.identifying.identification import Candidate, Decision, Identification
 from axisnorm.lens.identifying.mistakes import Mistake
+from axisnorm.lens.models.differences import Differences
 from axisnorm.lens.models.findings import Finding
+from axisnorm.lens.models.norms import Audit
 from axisnorm.lens.naming import kind_of_spread
 from axisnorm.lens.presets import Presets
 from axisnorm.lens.rendering import html
@@ -751,26 +753,200 @@ def audited():
     return axisnorm.audit(Model().eval(), torch.randn(2, 3, 6, 6))
 
 
-def test_an_audit_shows_findings_first_and_draws_each_norm(opened, audited) -> None:
+def test_an_audit_shows_findings_first_and_draws_each_way_of_sharing(opened, audited) -> None:
     page = opened(audited)
     text = page.inner_text("main")
     assert page.inner_text("h1") == "Model: 4 normalizations"
-    assert text.index("implausible-eps") < text.index("Norms, in the order")
+    assert page.inner_text(".lead") == "1 error, 1 warning."
+    order = [
+        text.index(word) for word in ("implausible-eps", "What they compute", "Norms, in the order")
+    ]
+    assert order == sorted(order)
     for finding in audited.findings:
         assert finding.message in text and finding.remedy in text
-    rows = page.locator("table.sortable tbody tr")
+    rows = page.locator("#norms tbody tr")
     assert rows.count() == 3
-    assert rows.nth(2).locator("th").inner_text().startswith("blocks.{0..1}\nLayerNorm\n")
-    rows.nth(2).locator("summary").click()
-    assert rows.nth(2).locator("details li").all_inner_texts() == ["blocks.0", "blocks.1"]
     for place, norm in enumerate(audited.norms[:3]):
         said = explain(norm.scheme, norm.shape)
-        pictured = drawn(page, f"table.sortable tbody tr:nth-child({place + 1}) .mini")
+        root = f"figure:nth-child({place + 1})"
+        pictured = drawn(page, f"{root} .mini")
         assert len(pictured) > 10
         assert all(group == said.group_index[index] for index, group, _ in pictured)
+        assert page.inner_text(f"{root} figcaption").startswith(norm.in_words)
+        assert page.locator(f"{root} .label").count() >= 2
         shown = rows.nth(place).locator("td").all_inner_texts()
-        assert shown[3:5] == [f"{norm.num_statistics:,}", f"{norm.group_size:,}"]
         assert str(norm.scheme) in shown[1] and norm.in_words in shown[1]
+        assert shown[3] == f"{norm.num_statistics:,}\nof {norm.group_size:,}"
+        assert (shown[4], shown[5], shown[7]) == (f"{norm.eps:g}", "float32", "✓ yes")
+
+
+def test_identical_norms_unfold_to_their_paths(opened, audited) -> None:
+    row = opened(audited).locator("#norms tbody tr").nth(2)
+    assert row.locator("th").inner_text().startswith("blocks.{0..1}")
+    assert not row.locator("details li").first.is_visible()
+    row.locator("summary").focus()
+    row.page.keyboard.press("Enter")
+    shares = [f"{100 * norm.time_share:.1f} %" for norm in audited.norms[2:]]
+    said = row.locator("details li").all_inner_texts()
+    assert said == [f"blocks.0 {shares[0]}", f"blocks.1 {shares[1]}"]
+
+
+def suspicious(audited) -> Audit:
+    """Findings of all severities; one norm that is not what it declares, one that did not run."""
+    found = [
+        Finding("implausible-eps", "error", "eps is 4.", "Give 1e-5.", "trap"),
+        Finding("class-name-lies", "warning", "It is another.", "Rename it.", "group"),
+        Finding("mixed-eps", "note", "Several eps.", "Check it."),
+        Finding("class-name-lies", "note", "It is an RMSNorm.", "Port it.", "blocks.0"),
+    ]
+    first, second, third, fourth = audited.norms
+    norms = (
+        replace(first, findings=(found[0],)),
+        replace(second, declared=Scheme("n (g=4 [c]) [...]; affine=g c"), findings=(found[1],)),
+        replace(third, kind="fragment", nodes=("ReduceMean_1", "Sub_2", "Div_7")),
+        replace(fourth, shape=None, calls=0, time_share=None, num_statistics=None, scheme=None),
+    )
+    return replace(audited, norms=norms, findings=tuple(found))
+
+
+def test_findings_are_filtered_by_severity_and_code(opened, audited) -> None:
+    page = opened(suspicious(audited))
+    rows = page.locator("#findings tbody tr")
+
+    def shown() -> list[str]:
+        return [row.locator("td").nth(1).inner_text() for row in rows.all() if row.is_visible()]
+
+    assert shown() == ["trap", "group", "the model", "blocks.0"]
+    page.get_by_label("note (2)").focus()
+    page.keyboard.press("Space")
+    assert shown() == ["trap", "group"]
+    status = page.locator("form[data-rows=findings] [role=status]")
+    assert status.inner_text() == "2 of 4 rows shown."
+    page.get_by_label("note (2)").press("Space")
+    page.get_by_role("combobox").select_option("class-name-lies")
+    assert shown() == ["group", "blocks.0"]
+    page.get_by_label("warning (1)").uncheck(force=True)
+    assert shown() == ["blocks.0"]
+    page.get_by_role("combobox").select_option("all")
+    page.get_by_label("warning (1)").check(force=True)
+    assert len(shown()) == 4 and status.inner_text() == ""
+
+
+def test_norms_are_searched(opened, audited) -> None:
+    page = opened(suspicious(audited))
+    rows = page.locator("#norms tbody tr")
+
+    def shown() -> list[str]:
+        return [row.locator("th code").first.inner_text() for row in rows.all() if row.is_visible()]
+
+    assert shown() == ["trap", "group", "blocks.0", "blocks.1"]
+    for words, found in [
+        ("GROUPNORM", ["group"]), ("blocks layer", ["blocks.0", "blocks.1"]), ("sub_2", ["blocks.0"]),
+        ("implausible", ["trap"]), ("no such norm", []), ("", ["trap", "group", "blocks.0", "blocks.1"]),
+    ]:  # fmt: skip
+        page.get_by_label("Search").fill(words)
+        assert shown() == found, words
+    page.get_by_label("Search").press("Enter")
+    assert page.url.startswith("file:") and "?" not in page.url
+
+
+def test_what_is_declared_stands_beside_what_is_identified(opened, audited) -> None:
+    page = opened(suspicious(audited))
+    versus = page.locator("#norms .versus")
+    assert versus.count() == 1
+    declared, identified = versus.locator("div").all()
+    assert declared.inner_text() == "declared\nn (g=4 [c]) [...]; affine=g c"
+    assert identified.inner_text() == "identified\nn (g=2 [c]) [...]; affine=g c"
+    one, two = (part.bounding_box() for part in (declared, identified))
+    assert one["y"] == two["y"] and two["x"] >= one["x"] + one["width"]
+    verified = page.locator("#norms tbody td:nth-child(9)").all_inner_texts()
+    assert verified == ["✓ yes", "✗ differs", "✓ yes", "? did not run"]
+    page.locator("#norms tbody tr").nth(2).locator("summary").click()
+    said = page.locator("#norms tbody tr").nth(2).locator("li").all_inner_texts()
+    assert said == ["ReduceMean_1", "Sub_2", "Div_7"]
+
+
+def test_every_column_of_an_audit_sorts(opened, audited) -> None:
+    page = opened(suspicious(audited))
+    heads = page.locator("#norms thead th")
+    names = heads.all_inner_texts()
+    assert [name.split()[0] for name in names] == ["norm", "class", "computes", "input", "statistics",
+                                                  "eps", "type", "time", "verified", "findings"]  # fmt: skip
+    paths = ["trap", "group", "blocks.0", "blocks.1"]
+    expected = {"norm": [2, 3, 1, 0], "class": [0, 1, 2, 3], "eps": [1, 2, 3, 0],
+                "verified": [3, 1, 0, 2], "findings": [0, 1, 2, 3]}  # fmt: skip
+    for place in range(heads.count()):
+        heads.nth(place).get_by_role("button").focus()
+        page.keyboard.press("Enter")
+        assert heads.nth(place).get_attribute("aria-sort") == "ascending"
+        assert page.locator("#norms [aria-sort]").count() == 1
+        name = names[place].split()[0]
+        shown = page.locator("#norms tbody th code:first-child").all_inner_texts()
+        order = [paths.index(path) for path in shown if path in paths]
+        assert sorted(order) == [0, 1, 2, 3]
+        assert order == expected.get(name, order), name
+
+
+def test_an_audit_prints_whole(opened, audited) -> None:
+    page = opened(audited)
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert page.locator("#norms details li").first.is_visible()
+    assert not page.locator("form").first.is_visible()
+    assert page.locator("#norms thead").is_visible()
+    page.emulate_media(media="screen")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert not page.locator("#norms details li").first.is_visible()
+
+
+def test_an_audit_speaks_to_screen_readers(opened, audited) -> None:
+    page = opened(suspicious(audited))
+    for name in ("Findings", "Norms"):
+        table = page.get_by_role("table", name=name)
+        assert table.count() == 1
+        assert table.get_by_role("columnheader").count() > 3
+        assert table.get_by_role("rowheader").count() > 2
+    assert page.get_by_role("img", name=re.compile("as a box")).count() == 3
+    assert page.get_by_role("checkbox").count() == 3
+    assert page.get_by_role("searchbox", name=re.compile("Search")).count() == 1
+
+
+def test_without_a_script_an_audit_says_all(browser: Browser, tmp_path: Path, audited) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(html.page(suspicious(audited)), "utf-8")
+    page = browser.new_page(java_script_enabled=False)
+    page.goto(path.as_uri())
+    assert not any(form.is_visible() for form in page.locator("form").all())
+    assert page.locator("#findings tbody tr").count() == 4
+    assert page.locator("#norms tbody tr").count() == 4
+    page.close()
+
+
+def ported(audited) -> Differences:
+    first, second, third, _ = audited.norms
+    other = replace(second, scheme=second.scheme.replace(eps=1e-3), declared=None, eps=1e-3)
+    return audited.diff(replace(audited, model="Port", norms=(first, other, third)))
+
+
+def test_two_models_are_shown_norm_by_norm(opened, audited) -> None:
+    result = ported(audited)
+    page = opened(result)
+    assert page.inner_text("h1") == "Model and Port: not the same norms"
+    rows = page.locator("#pairs tbody tr")
+    said = [row.locator("th, td").all_inner_texts() for row in rows.all()]
+    assert [(one[0], one[1]) for one in said] == [
+        ("group", "≠ different"), ("trap", "= the same"), ("blocks.0", "= the same"),
+        ("blocks.1", "≠ only in a"),
+    ]  # fmt: skip
+    assert "eps: 1e-05 against 0.001" in said[0][4] and "eps=0.001" in said[0][3]
+    assert said[3][3] == "-" and str(audited.norms[3].scheme) in said[3][2]
+    page.get_by_label("the same (2)").uncheck(force=True)
+    assert [row.locator("th").inner_text() for row in rows.all() if row.is_visible()] == [
+        "group", "blocks.1",
+    ]  # fmt: skip
+    same = opened(audited.diff(audited))
+    assert same.inner_text("h1") == "Model and Model: the same norms"
+    assert same.locator("#pairs .bad").count() == 0
 
 
 def test_an_audit_is_sorted_by_time(opened, audited) -> None:
@@ -812,7 +988,7 @@ HOSTILE = f"\"'>{STRUCK}</script><script>window.struck=1</script>{STRUCK}&amp;<!
 def results(audited) -> dict[str, object]:
     comparison = axisnorm.compare("bert.layer_norm", "n c [...]; affine=c", (2, 3, 4))
     return {"explanation": explain(TEXT, X), "comparison": comparison, "identification": IDENTIFIED,
-            "audit": audited}  # fmt: skip
+            "audit": suspicious(audited), "differences": ported(audited)}  # fmt: skip
 
 
 def test_hostile_names_are_text(opened, audited) -> None:
@@ -828,10 +1004,14 @@ def test_hostile_names_are_text(opened, audited) -> None:
         ),
         "audit": replace(
             audited, model=HOSTILE,
-            norms=tuple(replace(norm, path=HOSTILE, cls=HOSTILE, dtype=HOSTILE) for norm in audited.norms),
-            findings=(Finding("class-name-lies", "warning", HOSTILE, HOSTILE, HOSTILE),),
+            norms=tuple(
+                replace(norm, path=HOSTILE, cls=HOSTILE, dtype=HOSTILE, nodes=(HOSTILE, HOSTILE))
+                for norm in audited.norms
+            ),
+            findings=(Finding(HOSTILE, "warning", HOSTILE, HOSTILE, HOSTILE),),
         ),
     }  # fmt: skip
+    named["differences"] = named["audit"].diff(replace(audited, model=HOSTILE))
     for kind, result in named.items():
         page = opened(result)
         assert page.evaluate("window.struck") is None, kind
@@ -898,7 +1078,9 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("kind", ["explanation", "comparison", "identification", "audit"])
+@pytest.mark.parametrize(
+    "kind", ["explanation", "comparison", "identification", "audit", "differences"]
+)
 def test_texts_are_easy_to_read(opened, audited, kind, mode) -> None:
     page = opened(results(audited)[kind])
     page.emulate_media(color_scheme=mode)
@@ -924,7 +1106,9 @@ def test_texts_are_easy_to_read(opened, audited, kind, mode) -> None:
     assert dark == (mode == "dark")
 
 
-@pytest.mark.parametrize("kind", ["explanation", "comparison", "identification", "audit"])
+@pytest.mark.parametrize(
+    "kind", ["explanation", "comparison", "identification", "audit", "differences"]
+)
 def test_narrow_screens_need_no_sideways_scrolling(opened, audited, kind) -> None:
     page = opened(results(audited)[kind])
     for width in (400, 640, 1400):

@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -58,6 +58,13 @@ def swapped():
     return axisnorm.swap(model, x)
 
 
+def compared():
+    """Pairs that differ and that are the same, norms that only one model has."""
+    model, x = audited()
+    other = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps=1e-3), nn.BatchNorm1d(3)).half()
+    return axisnorm.audit(model, x).diff(axisnorm.audit(other, x.half()))
+
+
 RESULTS = {
     "explanation": lambda: axisnorm.explain("... [d]; affine=d", (2, 3, 4)),
     "explanation of a module": lambda: axisnorm.explain(nn.LayerNorm(4), torch.from_numpy(X)),
@@ -80,7 +87,12 @@ RESULTS = {
     ),
     "identification of nothing": lambda: axisnorm.identify(X, X**3),
     "audit": lambda: axisnorm.audit(*audited()),
+    "differences": compared,
+    "differences of nothing": lambda: axisnorm.audit(*audited()).diff(
+        axisnorm.audit(nn.Identity(), torch.ones(2))
+    ),
     "swap": swapped,
+    "swap with times": lambda: replace(swapped(), seconds=(0.5, 0.25)),
     "presets": lambda: Presets(tuple(axisnorm.PRESETS)),
 }
 

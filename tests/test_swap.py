@@ -252,5 +252,5 @@ def test_paths_break_at_dots_and_the_root_has_a_name():
 
 def test_json():
     data = json.loads(swap(nn.Sequential(nn.LayerNorm(8)), randn(2, 8)).to_json())
-    assert list(data) == ["schema", "model", "replaced", "left", "largest_difference"]
+    assert list(data) == ["schema", "model", "replaced", "left", "largest_difference", "seconds"]
     assert data["replaced"][0]["after"] == "axisnorm.nn.LayerNorm"

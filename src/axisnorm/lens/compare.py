@@ -32,7 +32,7 @@ from .witness import Agreement, Example, agreements_of, smallest_example
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["Comparison", "Part", "compare"]
+__all__ = ["DTYPES", "Comparison", "Part", "compare", "compared"]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -186,12 +186,7 @@ def compare(a: Any, b: Any, shape: Any) -> Comparison:
     """
     sizes = read_shape(shape)
     one, two = (Meaning.of(read_subject(s, sizes, "compare"), sizes) for s in (a, b))
-    parts = (
-        _statistics(one, two),
-        _affine(one, two),
-        _constants(one, two),
-        _running(one, two),
-    )
+    parts = compared(one, two)
     ndim = len(sizes)
     return Comparison(
         explained(one.subject, sizes),
@@ -204,6 +199,14 @@ def compare(a: Any, b: Any, shape: Any) -> Comparison:
         family_of(one.scheme, two.scheme, sizes),
         None if is_shape(shape) else _difference_on(one, two, shape),
     )
+
+
+def compared(a: Meaning, b: Meaning, dtypes: Sequence[str] = DTYPES) -> tuple[Part, ...]:
+    """Statistics, affine, constants and running of two meanings at one shape, in this order.
+
+    ``dtypes``: constants that show in none of these types of input count as equal.
+    """
+    return _statistics(a, b), _affine(a, b), _constants(a, b, dtypes), _running(a, b)
 
 
 def _difference_on(a: Meaning, b: Meaning, tensor: Any) -> float | None:
@@ -372,10 +375,10 @@ def _listed(words: Sequence[str]) -> str:
 # Constants
 
 
-def _constants(a: Meaning, b: Meaning) -> Part:
+def _constants(a: Meaning, b: Meaning, dtypes: Sequence[str]) -> Part:
     # Where only one of them gives the bias, its constants are compared as for other groups.
     full = not (a.gives_the_bias and b.gives_the_bias)
-    found = [[m.constants(dtype, all_of_them=full) for m in (a, b)] for dtype in DTYPES]
+    found = [[m.constants(dtype, all_of_them=full) for m in (a, b)] for dtype in dtypes]
 
     def differs(name: str) -> bool:
         return any(one[name] != two[name] for one, two in found)

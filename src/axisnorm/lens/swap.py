@@ -100,6 +100,8 @@ class Swap(Result):
     largest_difference: float
     """Between the model's outputs before and after."""
     _undo: list[tuple[torch.nn.Module, type]] = field(repr=False)
+    seconds: tuple[float, float] | None = None
+    """Of one forward before and after, where they were measured: medians of up to seven."""
 
     def undo(self) -> None:
         """Give every module its class back. Parameters and buffers never changed."""
@@ -112,6 +114,7 @@ class Swap(Result):
             "replaced": [replaced.to_dict() for replaced in self.replaced],
             "left": [left.to_dict() for left in self.left],
             "largest_difference": self.largest_difference,
+            "seconds": None if self.seconds is None else list(self.seconds),
         }
 
     def __repr__(self) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...scheme import Scheme
 from ..identify import Identification, in_words
 from ..result import Result
 from .findings import Finding
+from .parameters import Parameter
+
+if TYPE_CHECKING:
+    from .differences import Differences
 
 __all__ = ["Audit", "Norm"]
 
@@ -47,6 +51,8 @@ class Norm:
     """The graph's nodes or the operators that compute it, in order; empty for a module."""
     axes: tuple[str, ...] = ()
     """The names of the input's axes, from its scheme; those that share a mean in brackets."""
+    parameters: tuple[Parameter, ...] = ()
+    """Its weight, bias and running statistics, each as a summary."""
 
     @property
     def verified(self) -> bool:
@@ -100,6 +106,7 @@ class Norm:
             "findings": [finding.to_dict() for finding in self.findings],
             "nodes": list(self.nodes),
             "axes": list(self.axes),
+            "parameters": [parameter.to_dict() for parameter in self.parameters],
         }
 
 
@@ -125,6 +132,27 @@ class Audit(Result):
     def suspicious(self) -> bool:
         """Whether a finding is more than a note."""
         return any(finding.severity != "note" for finding in self.findings)
+
+    def diff(self, other: Audit) -> Differences:
+        """Compare two models norm by norm, as a port and its original.
+
+        Norms are paired by their paths where the models have paths in common, and by execution
+        order and structure else. Of each pair is said what is equal and what differs: in the
+        words of :func:`axisnorm.compare`, and in the values of weights and running statistics.
+
+        Args:
+            other: the audit of the other model.
+
+        >>> import torch, axisnorm
+        >>> x = torch.randn(2, 3, 4)
+        >>> a = axisnorm.audit(torch.nn.Sequential(torch.nn.LayerNorm(4)), x)
+        >>> b = axisnorm.audit(torch.nn.Sequential(torch.nn.LayerNorm(4, eps=1e-3)), x)
+        >>> a.diff(a).same, [part.name for part in a.diff(b).pairs[0].different]
+        (True, ['constants'])
+        """
+        from .differences import differences
+
+        return differences(self, other)
 
     def to_dict(self) -> dict[str, Any]:
         """The data of :meth:`to_json`."""

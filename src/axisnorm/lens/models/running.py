@@ -13,12 +13,14 @@ from ... import nn, reference
 from ...scheme import ArgumentError, Scheme
 from ..explain import statistics_dimensions, with_article
 from ..identify import Identification, rivals, tell_apart
+from ..progress import step
 from .declared import declared_scheme
 from .findings import Finding, findings_of, mixed_eps
 from .foreign import eps_is_undetermined, guesses, looks_like_a_norm, looks_normalized
 from .norms import Audit, Norm
 from .observe import Call, observed, paths_of, timed, unchanged, uncompiled
 from .operators import FUSED_ENCODER, OperatorReader, Performed
+from .parameters import Parameter, parameters_of
 
 __all__ = ["audit_module"]
 
@@ -45,12 +47,14 @@ def audit_module(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             "them away. Audit the module that was scripted."
         )
     model = uncompiled(model)
+    step("running the model")
     with unchanged(model):
         watcher = _Watcher(model)
         _, records = observed(
             model, args, kwargs, finished=watcher.finished, operator=watcher.operator
         )
     modules = {id(m): m for m in model.modules() if id(m) in watcher.seen}
+    step("timing")
     spent: dict[Any, float] = {}
     seconds, of_modules = timed(model, args, kwargs, list(modules.values()))
     spent |= of_modules
@@ -82,6 +86,7 @@ class _Record:
     eps_undetermined: bool = False
     problem: str | None = None
     calls: int = 1
+    parameters: tuple[Parameter, ...] = ()
 
 
 def _is_function(record: Any) -> bool:
@@ -109,6 +114,7 @@ class _Watcher:
         record = self.read(module, call, output)
         if record is None:
             return
+        step("verifying", len(self.seen))
         # The operators inside a norm are the norm, unless it is shown to be something else.
         best = record.identification.best if record.identification else None
         if record.identification is None or (best and record.declared in (None, best.scheme)):
@@ -228,6 +234,7 @@ def _function_record(call: Call, performed: Performed, parameters: frozenset[int
         dtype=_dtype(x),
         eps=reference.resolve_eps(scheme, x.dtype),
         problem=_problem(x, y, None),
+        parameters=tuple(parameters_of(_plain(performed.given))),
     )
     if record.problem is None:
         half = x.dtype in (torch.float16, torch.bfloat16)
@@ -411,6 +418,7 @@ def _norm(record: _Record, share: float | None) -> Norm:
     weight = getattr(record.module, "weight", None)
     affine = tuple(weight.shape) if weight is not None else sizes.affine_shape if sizes else ()
     eps = record.eps if scheme is None or scheme == record.declared else scheme.eps
+    own = {**record.module._parameters, **record.module._buffers} if record.module else {}
     return Norm(
         path=record.path,
         cls=record.cls,
@@ -427,7 +435,20 @@ def _norm(record: _Record, share: float | None) -> Norm:
         calls=record.calls,
         time_share=share,
         findings=findings,
+        parameters=record.parameters or tuple(parameters_of(_plain(own))),
     )
+
+
+def _plain(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those whose values can be read: dense, and not of a class that shards or fakes them."""
+    return {
+        name: value
+        for name, value in named.items()
+        if type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and value.is_floating_point()
+        and not value.is_meta
+    }
 
 
 def _did_not_run(record: _Record) -> Finding:

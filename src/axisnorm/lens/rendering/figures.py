@@ -45,6 +45,7 @@ from .cube import Grouping, affine_grouping, box_of, draw_tensor, footprint, sta
 from .folding import alike, folded, worst_first
 from .placing import place
 from .residuals import chart_of
+from .wording import count, seconds
 
 if TYPE_CHECKING:
     from ..compare import Comparison
@@ -148,10 +149,6 @@ def _statistic(scheme: Scheme) -> str:
     return f"running {word}" if scheme.statistics == "running" else word
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}" + ("" if number == 1 else "s")
-
-
 def _facts(result: Explanation) -> str:
     scheme = result.scheme
     word = kind_of_mean(scheme)
@@ -159,9 +156,9 @@ def _facts(result: Explanation) -> str:
         word = "variance"
     if scheme.statistics == "running":
         word = f"running {word}"
-    said = f"{_count(result.num_groups, word)}, "
+    said = f"{count(result.num_groups, word)}, "
     said += "each over " if result.num_groups != 1 else "over "
-    said += _count(result.group_size, "element")
+    said += count(result.group_size, "element")
     if scheme.affine:
         return f"{said}; weight and bias of shape {result.affine_shape}"
     return f"{said}; no weight, no bias"
@@ -403,8 +400,8 @@ _NODE_LINE = 0.165
 
 
 def _node_lines(node: Node) -> list[tuple[str, FontProperties]]:
-    count = f"{_count(node.num_groups, 'mean')} of {_count(node.group_size, 'element')}"
-    lines = [(count, font_of(8.5, bold=True))]
+    said = f"{count(node.num_groups, 'mean')} of {count(node.group_size, 'element')}"
+    lines = [(said, font_of(8.5, bold=True))]
     lines += [(member.name, font_of(8.5)) for member in node.members]
     return lines if node.members else [*lines, ("no named norm", font_of(8.5))]
 
@@ -573,7 +570,7 @@ def _identification(result: Identification) -> Figure:
     keys = "Largest difference from y, on a logarithmic axis. Green band: what rounding explains. "
     keys += "Star: the best, circle: fits, cross: does not."
     if chart.left_out:
-        keys += f" {_count(chart.left_out, 'further candidate')} left out."
+        keys += f" {count(chart.left_out, 'further candidate')} left out."
     y = canvas.paragraph(MARGIN, y, keys, small, inner, color=SOFT)
     return canvas.finish(width, y + MARGIN - 0.05, head)
 
@@ -600,11 +597,11 @@ def _audit(result: Audit) -> Figure:
     columns = [MARGIN, MARGIN + first + 0.2, MARGIN + first + second + 0.4,
                MARGIN + first + second + third + 0.6]  # fmt: skip
     inner = width - 2 * MARGIN
-    head = f"{result.model}: {_count(len(result.norms), 'normalization')}"
+    head = f"{result.model}: {count(len(result.norms), 'normalization')}"
     y = canvas.paragraph(MARGIN, MARGIN, head, font_of(13, bold=True), inner)
     if not kinds:
         return canvas.finish(width, y + MARGIN, head)
-    said = f"One forward pass takes {_seconds(result.seconds)}."
+    said = f"One forward pass takes {seconds(result.seconds)}."
     y = canvas.paragraph(MARGIN, y, said, body, inner, color=SOFT) + 0.16
     for x, title in zip(
         columns, ("norm", "computes", "share of the time", "findings"), strict=True
@@ -644,23 +641,19 @@ def _audit(result: Audit) -> Figure:
             end = canvas.paragraph(columns[3], end, f"{sign} {code}", small, 1.7, color=color)
         y = max([*ends, end, y + 0.2]) + 0.05
     if len(kinds) > len(kept):
-        left_out = _count(len(kinds) - len(kept), "kind")
+        left_out = count(len(kinds) - len(kept), "kind")
         said = f"{left_out} of norms that take less time left out."
         y = canvas.paragraph(MARGIN, y, said, small, inner, color=SOFT)
     if result.findings:
         y = canvas.paragraph(MARGIN, y + 0.14, "Findings", bold, inner)
     for found, where in worst_first(result.findings):
         sign, color = _SEVERITIES[found.severity]
-        title = f"{sign} {found.code}{'  ' if where else ''}{where}"
+        title = f"{sign} {found.code}{'  ' if where else ''}{'; '.join(where)}"
         y = canvas.paragraph(MARGIN, y + 0.03, title, bold, inner, color=color)
         y = canvas.paragraph(
             MARGIN + 0.14, y, f"{found.message} {found.remedy}", small, inner - 0.14
         )
     return canvas.finish(width, y + MARGIN - 0.05, head)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 _FIGURES: dict[str, Callable[[Any], Figure]] = {

@@ -8,31 +8,27 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...presets import PRESETS
 from ...scheme import ArgumentError
-from .folding import alike, folded, worst_first
+from .audited_pages import audit, differences, swap
+from .markup import Cell, Page, code, file_text, filled, finite, listed, number, signed, table
 from .palette import FILLS
 from .placing import place
 from .residuals import chart_of, eps_in_words
+from .wording import count
 
 if TYPE_CHECKING:
     from ..compare import Comparison
     from ..explain import Explanation
     from ..family import Family, Node
     from ..identifying.identification import Candidate, Identification
-    from ..models.findings import Finding
-    from ..models.norms import Audit, Norm
     from ..presets import Presets
-    from ..swap import Swap
     from ..witness import Example
     from ..worked import Worked
 
@@ -46,9 +42,6 @@ LISTED_EXAMPLE = 16
 
 LISTED_VALUES = 12
 """Of a calculation so many numbers of a line are written out."""
-
-Page = tuple[str, str, dict[str, Any], tuple[str, ...]]
-"""Title, body, the script's data and the names of its files."""
 
 
 def page(result: Any) -> str:
@@ -71,13 +64,13 @@ def page(result: Any) -> str:
             f"Pages are made of {', '.join(_PAGES)}. A {kind} came. Use its to_text() instead."
         )
     title, body, data, scripts = _PAGES[kind](result)
-    text = _filled(
+    text = filled(
         "page.html",
         title=escape(title),
-        style=_file("page/style.css"),
+        style=file_text("page/style.css"),
         body=body,
         data=_json({"fills": FILLS, **data}),
-        script="\n".join(_file(f"page/{name}.js") for name in scripts),
+        script="\n".join(file_text(f"page/{name}.js") for name in scripts),
     )
     # Names may hold halves of surrogate pairs, which no file can.
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -99,17 +92,6 @@ def fragment(result: Any) -> str:
     )
 
 
-@cache
-def _file(name: str) -> str:
-    return (Path(__file__).parent / name).read_text("utf-8").strip()
-
-
-def _filled(name: str, **pieces: str) -> str:
-    """A file with pieces of HTML in the places of its {{names}}."""
-    # One pass: what is filled in is not looked at again, whatever it holds.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], _file(name))
-
-
 def _json(data: Any) -> str:
     """JSON that may stand in a script element: no tag can begin in it."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -119,83 +101,17 @@ def _json(data: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------
-# Pieces of HTML
-
-
-def _code(text: object) -> str:
-    return f"<code>{escape(str(text))}</code>"
-
-
-Cell = str | tuple[str, float | str | None]
-"""A cell's HTML, with what it is sorted by where that is not its text."""
-
-
-def _table(
-    heads: Sequence[str],
-    rows: Iterable[Sequence[Cell]],
-    *,
-    numbers: Sequence[int] = (),
-    sortable: bool = False,
-    stack: bool = True,
-    caption: str = "",
-) -> str:
-    """A table; the first cell of each row names it. Its rows are cards on narrow screens."""
-
-    def cell(column: int, cell: Cell) -> str:
-        text, value = cell if isinstance(cell, tuple) else (cell, "")
-        tag, role = ("td", "cell") if column else ('th scope="row"', "rowheader")
-        kind = ' class="number"' if column in numbers else ""
-        order = "" if value == "" else f' data-value="{_sorted_by(value)}"'
-        # Roles said again: on narrow screens rows are blocks, whose heads stand in data-head.
-        return (
-            f'<{tag} role="{role}"{kind}{order} data-head="{escape(heads[column])}">'
-            f"<div>{text}</div></{tag[:2]}>"
-        )
-
-    def head(column: int, text: str) -> str:
-        kind = ' class="number"' if column in numbers else ""
-        said = escape(text)
-        if sortable:
-            said = f'<button type="button">{said}<span aria-hidden="true"></span></button>'
-        return f'<th scope="col" role="columnheader"{kind}>{said}</th>'
-
-    body = "".join(
-        f'<tr role="row">{"".join(cell(column, one) for column, one in enumerate(row))}</tr>'
-        for row in rows
-    )
-    kinds = " ".join(["data", *(["sortable"] if sortable else []), *(["stack"] if stack else [])])
-    name = f'<caption class="hidden">{escape(caption)}</caption>' if caption else ""
-    return (
-        f'<div class="scroll"><table class="{kinds}" role="table">{name}<thead role="rowgroup">'
-        f'<tr role="row">{"".join(head(column, text) for column, text in enumerate(heads))}</tr>'
-        f'</thead><tbody role="rowgroup">{body}</tbody></table></div>'
-    )
-
-
-def _sorted_by(value: float | str | None) -> str:
-    return "" if value is None else escape(str(value))
-
-
-def _list(sentences: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
-
-
-def _number(value: float) -> str:
-    return f"{value:.6g}"
-
-
-# --------------------------------------------------------------------------------------------
 # explain
 
 
 def _explanation(result: Explanation) -> Page:
     text = str(result.scheme)
     named = "[" not in result.subject
-    head = _code(text) if not named else f"{escape(result.subject)} {_code(text)}"
+    head = code(text) if not named else f"{escape(result.subject)} {code(text)}"
     body = [
         f"<h1>{head}</h1>",
-        f'<p class="soft">on a tensor of shape {_code(result.shape)}</p>',
-        _filled(
+        f'<p class="soft">on a tensor of shape {code(result.shape)}</p>',
+        filled(
             "page/explanation.html",
             scheme=escape(text, quote=True),
             shape=", ".join(map(str, result.shape)),
@@ -204,19 +120,19 @@ def _explanation(result: Explanation) -> Page:
     ]
     if result.worked is not None:
         body += ["<h2>One group by hand</h2>", _by_hand(result, result.worked)]
-    body.append(f"<h2>Named norms with the statistics of {_code(text)} at this shape</h2>")
+    body.append(f"<h2>Named norms with the statistics of {code(text)} at this shape</h2>")
     rows = [
         (
             escape(equivalent.name),
-            _code(equivalent.scheme),
+            code(equivalent.scheme),
             '<span class="good">nothing: the same in everything</span>'
             if equivalent.same
-            else _list(equivalent.differences),
+            else listed(equivalent.differences),
         )
         for equivalent in result.equivalents
     ]
     body.append(
-        _table(("norm", "scheme", "what still differs"), rows) if rows else "<p>None has them.</p>"
+        table(("norm", "scheme", "what still differs"), rows) if rows else "<p>None has them.</p>"
     )
     route = f"{result.route.engine} ({result.route.reason})"
     body.append(f'<p class="note">Engine: {escape(route)}</p>')
@@ -230,12 +146,8 @@ def _explanation(result: Explanation) -> Page:
     }
     for name, values in (("x", result.x), ("mean", result.mean), ("spread", result.var)):
         if values is not None and values.size <= LISTED_ELEMENTS:
-            data[name] = [_finite(value) for value in values.ravel().tolist()]
+            data[name] = [finite(value) for value in values.ravel().tolist()]
     return f"{text} on {result.shape}", "\n".join(body), data, ("notation", "tensor", "explanation")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _by_hand(result: Explanation, worked: Worked) -> str:
@@ -249,24 +161,24 @@ def _by_hand(result: Explanation, worked: Worked) -> str:
         size = worked.size if len(step.values) > 1 else 1
         rows.append((escape(step.name), _values(step.values, size), escape(step.how)))
     where = ", ".join(map(str, worked.index))
-    x = f"({_number(worked.x)} - {_number(worked.mean)})" if scheme.center else _number(worked.x)
-    normalized = _number(worked.normalized)
-    said = [f"x[{where}] normalized: {x} * {_number(worked.rstd)} = {normalized}"]
+    x = f"({number(worked.x)} - {number(worked.mean)})" if scheme.center else number(worked.x)
+    normalized = number(worked.normalized)
+    said = [f"x[{where}] normalized: {x} * {number(worked.rstd)} = {normalized}"]
     if worked.weight is not None or worked.bias is not None:
         affine = normalized
         if worked.weight is not None:
-            weight = _number(worked.weight)
+            weight = number(worked.weight)
             offset = f"({scheme.weight_offset:g} + {weight})" if scheme.weight_offset else weight
             affine += f" * {offset}"
         if worked.bias is not None:
-            affine += f" + {_number(worked.bias)}"
-        said.append(f"y[{where}]: {affine} = {_number(worked.y)}")
-    return _table(("line", "value", "how"), rows) + f'<p class="mono">{"<br>".join(said)}</p>'
+            affine += f" + {number(worked.bias)}"
+        said.append(f"y[{where}]: {affine} = {number(worked.y)}")
+    return table(("line", "value", "how"), rows) + f'<p class="mono">{"<br>".join(said)}</p>'
 
 
 def _values(values: Sequence[float], size: int) -> str:
     """Numbers in a line, the first of many."""
-    shown = ", ".join(_number(value) for value in values[:LISTED_VALUES])
+    shown = ", ".join(number(value) for value in values[:LISTED_VALUES])
     more = size - min(len(values), LISTED_VALUES)
     return f'<span class="mono">{shown}{f", ... ({more:,} more)" if more > 0 else ""}</span>'
 
@@ -285,32 +197,32 @@ _PART_NAMES = {
 def _comparison(result: Comparison) -> Page:
     def named(name: str, side: Explanation) -> str:
         text = str(side.scheme)
-        scheme = "" if side.subject == text else f" {_code(text)}"
+        scheme = "" if side.subject == text else f" {code(text)}"
         return f"{name}: {escape(side.subject)}{scheme}"
 
     verdict = "The same" if result.same else "Not the same"
     body = [
-        f"<h1>{verdict} on a tensor of shape {_code(result.shape)}</h1>",
+        f"<h1>{verdict} on a tensor of shape {code(result.shape)}</h1>",
         f'<p class="lead">{named("a", result.a)}<br>{named("b", result.b)}</p>',
     ]
     rows = [
         (
             _PART_NAMES.get(part.name, escape(part.name)),
             _verdict(part.verdict),
-            _list(part.sentences) if part.sentences else "",
+            listed(part.sentences) if part.sentences else "",
         )
         for part in result.parts
     ]
-    body.append(_table(("part", "verdict", "what is so"), rows))
+    body.append(table(("part", "verdict", "what is so"), rows))
     if result.same_in and not result.same:
         types = ", ".join(result.same_in)
         body.append(f"<p>In {escape(types)} both give the same output for every input.</p>")
     if result.notes:
-        body.append(_list(result.notes))
+        body.append(listed(result.notes))
     affine = any(side.scheme.affine for side in (result.a, result.b))
     body.append("<h2>Over the same tensor</h2>")
     body.append(
-        _filled(
+        filled(
             "page/comparison.html",
             a=named("a", result.a),
             b=named("b", result.b),
@@ -319,7 +231,7 @@ def _comparison(result: Comparison) -> Page:
     )
     if result.agreements:
         body.append("<h2>Where they agree although they differ</h2>")
-        body.append(_list(agreement.condition for agreement in result.agreements))
+        body.append(listed(agreement.condition for agreement in result.agreements))
     if result.example is not None:
         body.append("<h2>The smallest tensor that tells them apart</h2>")
         body.append(_example(result.example))
@@ -331,7 +243,7 @@ def _comparison(result: Comparison) -> Page:
     body.append(_family_map(result.family))
     if result.family.special_cases:
         body.append("<h3>Special cases</h3>")
-        body.append(_list(case.sentence for case in result.family.special_cases))
+        body.append(listed(case.sentence for case in result.family.special_cases))
     data = {"a": str(result.a.scheme), "b": str(result.b.scheme), "shape": result.shape}
     title = f"{result.a.subject} and {result.b.subject} on {result.shape}"
     return title, "\n".join(body), data, ("notation", "tensor", "comparison")
@@ -340,14 +252,7 @@ def _comparison(result: Comparison) -> Page:
 def _verdict(verdict: str) -> str:
     kind = {"equal": "good", "different": "bad"}.get(verdict, "warn")
     sign = {"equal": "=", "different": "≠"}.get(verdict, "?")
-    return _signed(kind, sign, verdict)
-
-
-def _signed(kind: str, sign: str, word: str) -> str:
-    """A word in its colour, with a sign that says the same without colour."""
-    return (
-        f'<span class="{kind} nowrap"><span aria-hidden="true">{sign} </span>{escape(word)}</span>'
-    )
+    return signed(kind, sign, verdict)
 
 
 def _example(example: Example) -> str:
@@ -360,7 +265,7 @@ def _example(example: Example) -> str:
         if values is not None:
             word, _, side = name.rpartition("_")
             said = f"{word} of {side}" if side in ("a", "b") else name
-            numbers = ", ".join(_number(float(value)) for value in values.ravel()[:LISTED_EXAMPLE])
+            numbers = ", ".join(number(float(value)) for value in values.ravel()[:LISTED_EXAMPLE])
             used.append(f"{said}: {numbers}{', ...' if values.size > LISTED_EXAMPLE else ''}")
     places = [
         tuple(map(int, np.unravel_index(i, example.shape)))
@@ -369,20 +274,20 @@ def _example(example: Example) -> str:
     rows = []
     for index in places:
         x, one, two = (float(of[index]) for of in (example.x, example.y_a, example.y_b))
-        rows.append((_code(f"[{', '.join(map(str, index))}]"), _number(x), _number(one),
-                     _number(two), _number(one - two)))  # fmt: skip
+        rows.append((code(f"[{', '.join(map(str, index))}]"), number(x), number(one),
+                     number(two), number(one - two)))  # fmt: skip
     heads = ("element", "x", "a gives", "b gives", "difference")
     more = example.x.size - len(places)
-    said = f"<p>Shape {_code(example.shape)}, {escape(str(example.x.dtype))}. "
-    said += f"The largest difference is {_number(example.largest_difference)}.</p>"
+    said = f"<p>Shape {code(example.shape)}, {escape(str(example.x.dtype))}. "
+    said += f"The largest difference is {number(example.largest_difference)}.</p>"
     if example.best_of:
         said += (
             f"<p>The weight and bias of {example.best_of} were fitted to the other's output: no "
             "others come nearer.</p>"
         )
     left = f'<p class="note">{more:,} more elements are left out.</p>' if more else ""
-    table = _table(heads, rows, numbers=(1, 2, 3, 4), stack=False)
-    return f'{said}{_list(used) if used else ""}<div class="narrow">{table}</div>{left}'
+    drawn = table(heads, rows, numbers=(1, 2, 3, 4), stack=False)
+    return f'{said}{listed(used) if used else ""}<div class="narrow">{drawn}</div>{left}'
 
 
 def _node_lines(node: Node) -> list[str]:
@@ -470,14 +375,14 @@ def _identification(result: Identification) -> Page:
         f"{name} {dtype}" for name, dtype in zip(("x", "y"), result.dtypes, strict=True) if dtype
     )
     if result.shape:
-        body.append(f'<p class="soft">Shape {_code(result.shape)}, {escape(data)}</p>')
+        body.append(f'<p class="soft">Shape {code(result.shape)}, {escape(data)}</p>')
     if best is not None:
         body.append(_best(best))
         if result.shape and 0 not in result.shape:
             drawn.append({"text": str(best.scheme), "shape": result.shape})
             body.append('<p><span data-drawn="0" data-cell="24"></span></p>')
     if result.notes:
-        body += ["<h2>Notes</h2>", _list(result.notes)]
+        body += ["<h2>Notes</h2>", listed(result.notes)]
     body += _undecided(result)
     if result.candidates:
         body.append("<h2>How far off each candidate is</h2>")
@@ -493,16 +398,16 @@ def _best(best: Candidate) -> str:
     if best.mistake is not None:
         should = ""
         if best.correction is not None:
-            should = f"<p>It should have been {_code(best.correction)}.</p>"
+            should = f"<p>It should have been {code(best.correction)}.</p>"
         parts.append(
             f'<div class="callout"><h2><span aria-hidden="true">! </span>A known mistake: '
             f"{escape(best.mistake.code)}</h2><p>{escape(best.mistake.sentence)}</p>{should}</div>"
         )
-    rows = [("scheme", _code(best.scheme))]
+    rows = [("scheme", code(best.scheme))]
     if best.first is not None:
-        rows.append(("applied to the output of", _code(best.first)))
+        rows.append(("applied to the output of", code(best.first)))
     if best.norms:
-        rows.append(("published as", ", ".join(map(_code, best.norms))))
+        rows.append(("published as", ", ".join(map(code, best.norms))))
     rows.append(("axes that share statistics", _axes(best.axes)))
     for name, values, source, axes in (
         ("weight", best.weight, best.weight_from, best.affine_axes),
@@ -512,7 +417,7 @@ def _best(best: Candidate) -> str:
             where = f" along {'axis' if len(axes) == 1 else 'axes'} {_axes(axes)}" if axes else ""
             said = ""
             if values is not None:
-                numbers = ", ".join(_number(float(value)) for value in values.ravel()[:8])
+                numbers = ", ".join(number(float(value)) for value in values.ravel()[:8])
                 said = f": {numbers}{', ...' if values.size > 8 else ''}"
             rows.append((name, escape(f"{source}{where}{said}")))
     if best.eps_interval is not None:
@@ -533,18 +438,18 @@ def _undecided(result: Identification) -> list[str]:
     body = []
     if result.indistinguishable and result.best is not None:
         body.append("<h2>What this data cannot tell apart</h2>")
-        listed = "".join(f"<li>{_code(scheme)}</li>" for scheme in result.indistinguishable)
-        body.append(f"<ul>{listed}</ul>")
+        schemes = "".join(f"<li>{code(scheme)}</li>" for scheme in result.indistinguishable)
+        body.append(f"<ul>{schemes}</ul>")
     if result.decisions:
         body.append("<h2>What would decide further</h2>")
     for decision in result.decisions:
         body.append(f"<p>{escape(decision.sentence)}</p>" if decision.sentence else "")
         rows: list[Sequence[Cell]] = [("the input x", _array(decision.x))]
         rows += [
-            (_code(scheme), _array(output))
+            (code(scheme), _array(output))
             for scheme, output in zip(decision.schemes, decision.outputs, strict=True)
         ]
-        body.append(_table(("norm", "values"), rows))
+        body.append(table(("norm", "values"), rows))
     return body
 
 
@@ -561,22 +466,22 @@ def _candidates(result: Identification) -> str:
              "eps by this data", "axes", "mistake")  # fmt: skip
     rows: list[Sequence[Cell]] = []
     for rank, candidate in enumerate(result.candidates, 1):
-        fits = _signed("good", "●", "fits") if candidate.fits else _signed("bad", "×", "no")
+        fits = signed("good", "●", "fits") if candidate.fits else signed("bad", "×", "no")
         if candidate is result.best:
-            fits = _signed("good", "★", "best")
+            fits = signed("good", "★", "best")
         interval = candidate.eps_interval
         rows.append((
-            (f"{escape(candidate.name)}<br>{_code(candidate.scheme)}", candidate.name),
+            (f"{escape(candidate.name)}<br>{code(candidate.scheme)}", candidate.name),
             (str(rank), rank),
             (fits, 0 if candidate is result.best else 1 if candidate.fits else 2),
-            (f"{candidate.residual:.3g}", _finite(candidate.residual)),
-            (f"{candidate.tolerance:.3g}", _finite(candidate.tolerance)),
+            (f"{candidate.residual:.3g}", finite(candidate.residual)),
+            (f"{candidate.tolerance:.3g}", finite(candidate.tolerance)),
             (f"{candidate.free_parameters:,}", candidate.free_parameters),
-            (escape(eps_in_words(interval)), _finite(interval[1]) if interval else None),
+            (escape(eps_in_words(interval)), finite(interval[1]) if interval else None),
             _axes(candidate.axes),
             escape(candidate.mistake.code) if candidate.mistake else "",
         ))  # fmt: skip
-    return _table(heads, rows, numbers=(1, 3, 4, 5), sortable=True, caption="Candidates")
+    return table(heads, rows, numbers=(1, 3, 4, 5), sortable=True, caption="Candidates")
 
 
 def _residual_chart(result: Identification) -> str:
@@ -603,7 +508,7 @@ def _residual_chart(result: Identification) -> str:
         top = row * i
         x, band = across(candidate.residual), across(candidate.tolerance)
         kind = "best" if candidate is result.best else "fits" if candidate.fits else "off"
-        code = f" ! {candidate.mistake.code}" if candidate.mistake else ""
+        mistake = f" ! {candidate.mistake.code}" if candidate.mistake else ""
         sign = {"best": "★", "fits": "●", "off": "×"}[kind]
         shown = f"{candidate.residual:.3g}" if math.isfinite(candidate.residual) else "not finite"
         # What is said stands on that side of the mark where there is room, and beside the band.
@@ -616,12 +521,14 @@ def _residual_chart(result: Identification) -> str:
             f'<rect class="band" x="0" y="{top + 22}" width="{band:.2f}%" height="18"/>'
             f'<text class="mark" x="{x:.2f}%" y="{top + 37}">{sign}</text>'
             f'<text class="value {"after" if after else "before"}" x="{beside:.2f}%" '
-            f'dx="{12 if after else -12}" y="{top + 35}">{escape(shown + code)}</text></g>'
+            f'dx="{12 if after else -12}" y="{top + 35}">{escape(shown + mistake)}</text></g>'
         )
-        said.append(f"{candidate.name} {shown}, {kind if kind != 'off' else 'does not fit'}{code}")
+        said.append(
+            f"{candidate.name} {shown}, {kind if kind != 'off' else 'does not fit'}{mistake}"
+        )
     more = ""
     if chart.left_out:
-        more = f'<p class="note">{_count(chart.left_out, "further candidate")}, in the table.</p>'
+        more = f'<p class="note">{count(chart.left_out, "further candidate")}, in the table.</p>'
     label = escape("Residuals: " + "; ".join(said))
     return (
         '<p class="soft"><span class="swatch"></span>what rounding explains '
@@ -633,150 +540,12 @@ def _residual_chart(result: Identification) -> str:
 
 
 # --------------------------------------------------------------------------------------------
-# audit, swap and presets
-
-_SEVERITIES = {"error": ("bad", "✗"), "warning": ("warn", "!"), "note": ("soft", "i")}
-
-
-def _audit(result: Audit) -> Page:
-    kinds = list(alike(result.norms))
-    drawn: list[dict[str, Any]] = []
-    body = [
-        f"<h1>{escape(result.model)}: {_count(len(result.norms), 'normalization')}</h1>",
-        f'<p class="soft">One forward pass takes {_seconds(result.seconds)}.</p>',
-        "<h2>Findings</h2>",
-        _findings(result.findings),
-    ]
-    if kinds:
-        heads = ("norm", "drawn", "computes", "shape", "means", "each over", "eps", "calls", "time",
-                 "findings")  # fmt: skip
-        rows = [_norm_row(norms, drawn) for norms in kinds]
-        body.append("<h2>Norms, in the order in which they ran</h2>")
-        said = "The heads of the table sort it. Identical norms of repeated blocks share a row."
-        body.append(f'<p class="soft">{said}</p>')
-        body.append(_table(heads, rows, numbers=(4, 5, 6, 7, 8), sortable=True, caption="Norms"))
-    title = f"{result.model}: {_count(len(result.norms), 'normalization')}"
-    return title, "\n".join(body), {"drawn": drawn}, ("notation", "tensor", "drawn", "table")
-
-
-def _findings(findings: Sequence[Finding]) -> str:
-    if not findings:
-        return '<p class="good">None.</p>'
-    rows = []
-    for found, where in worst_first(findings):
-        kind, sign = _SEVERITIES[found.severity]
-        severity = _signed(kind, sign, found.severity)
-        said = f'{escape(found.message)}<br><span class="soft">{escape(found.remedy)}</span>'
-        rows.append((severity, _code(found.code), _path(where or "the model"), said))
-    return _table(("severity", "finding", "where", "what, and what to do"), rows)
-
-
-def _path(path: str) -> str:
-    """A path that may be broken after its dots."""
-    # The dots of {0..5} stand together.
-    broken = re.sub(r"(?<=[^.]\.)(?=[^.])", "<wbr>", escape(path))
-    return f"<code>{broken}</code>"
-
-
-def _norm_row(norms: Sequence[Norm], drawn: list[dict[str, Any]]) -> Sequence[Cell]:
-    first = norms[0]
-    paths = [norm.path or "(the model)" for norm in norms]
-    name = f'{_path(folded(paths))}<br><span class="soft">{escape(first.cls)}</span>'
-    if len(norms) > 1:
-        listed = "".join(f"<li>{_path(path)}</li>" for path in paths)
-        name += f"<details><summary>all {len(norms)}</summary><ul>{listed}</ul></details>"
-    scheme = first.scheme or first.declared
-    picture = ""
-    if scheme is not None and first.shape is not None and 0 not in first.shape:
-        entry = {"text": str(scheme), "shape": first.shape}
-        if entry not in drawn:
-            drawn.append(entry)
-        picture = f'<span data-drawn="{drawn.index(entry)}"></span>'
-    shares = [norm.time_share for norm in norms if norm.time_share is not None]
-    share: Cell = ("-", None)
-    if shares:
-        total = sum(shares)
-        share = (f'<span class="bar" style="--share: {min(max(total, 0.0), 1.0):.4f}"></span>'
-                 f"{100 * total:.1f} %", total)  # fmt: skip
-    codes = dict.fromkeys((found.severity, found.code) for found in first.findings)
-    signs = "<br>".join(_signed(*_SEVERITIES[severity], code) for severity, code in codes)
-    shape = escape(str(first.shape)) if first.shape is not None else "-"
-    dtype = escape(first.dtype or "")
-    return (
-        name,
-        (picture, str(scheme) if scheme is not None else None),
-        f'<span class="roomy">{_computes(first)}</span>',
-        f'<span class="mono">{shape}</span><br><span class="soft">{dtype}</span>',
-        _counted(first.num_statistics),
-        _counted(first.group_size),
-        (f"{first.eps:g}", first.eps) if first.eps is not None else ("-", None),
-        _counted(first.calls),
-        share,
-        signs or '<span class="good">none</span>',
-    )
-
-
-def _computes(norm: Norm) -> str:
-    if norm.shape is None:
-        kind, words, scheme = "warn", "did not run itself", norm.declared
-    elif norm.scheme is None:
-        kind, words, scheme = "warn", "not verified", norm.declared
-    else:
-        kind = "good" if norm.verified else "warn" if norm.center_unclear else "bad"
-        words, scheme = norm.in_words, norm.scheme
-    said = f'<span class="{kind}">{escape(words)}</span>'
-    if norm.eps_undetermined and scheme is not None:
-        # Its eps is one of many that fit.
-        return f"{said}<br>{_code(scheme.replace(eps=1e-5))} (eps not determined)"
-    return f"{said}<br>{_code(scheme)}" if scheme is not None else said
-
-
-def _counted(number: int | None) -> Cell:
-    return ("-", None) if number is None else (f"{number:,}", number)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}" + ("" if number == 1 else "s")
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _swap(result: Swap) -> Page:
-    done = len(result.replaced)
-    title = f"{result.model}: {done} replaced, {len(result.left)} left"
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p>The largest difference of the outputs is {_number(result.largest_difference)}.</p>",
-    ]
-    if result.replaced:
-        rows: list[Sequence[Cell]] = [
-            (
-                _path(one.path or "(the model)"),
-                _code(one.before),
-                _code(one.after),
-                (f"{one.largest_difference:.2g}", one.largest_difference),
-                (f"{one.tolerance:.2g}", one.tolerance),
-            )
-            for one in result.replaced
-        ]
-        heads = ("norm", "before", "after", "largest difference", "tolerance")
-        body.append("<h2>Replaced</h2>")
-        body.append(_table(heads, rows, numbers=(3, 4), sortable=True, caption="Replaced"))
-    if result.left:
-        rows = [
-            (_path(one.path or "(the model)"), _code(one.cls), escape(one.reason))
-            for one in result.left
-        ]
-        body.append("<h2>Left as they were</h2>")
-        body.append(_table(("norm", "class", "why"), rows, sortable=True, caption="Left"))
-    return title, "\n".join(body), {}, ("table",)
+# presets
 
 
 def _presets(result: Presets) -> Page:
-    rows = [(_code(name), _code(PRESETS[name])) for name in result.names]
-    body = "<h1>Published normalizations</h1>" + _table(
+    rows = [(code(name), code(PRESETS[name])) for name in result.names]
+    body = "<h1>Published normalizations</h1>" + table(
         ("name", "scheme"), rows, sortable=True, caption="Published normalizations"
     )
     return "Published normalizations", body, {}, ("table",)
@@ -786,7 +555,8 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     "explanation": _explanation,
     "comparison": _comparison,
     "identification": _identification,
-    "audit": _audit,
-    "swap": _swap,
+    "audit": audit,
+    "swap": swap,
+    "differences": differences,
     "presets": _presets,
 }

@@ -1,53 +1,46 @@
-"""The results of the lens as text for a terminal. The only renderer: results are data."""
+"""The results of the lens as text for a terminal: each kind of result has a function here."""
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import re
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    from rich import box
-    from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-    from rich.measure import Measurement
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "Reports are drawn with rich. It is not installed. Run: pip install 'axisnorm[lens]'",
-        name=error.name,
-    ) from error
-
 from ...presets import PRESETS
 from ..explain import axis_dimensions, axis_names, part_names
 from ..identify import kind_of_mean
-from .folding import alike, folded, template, worst_first
+from .audited import audit, differences, rivals, swap
+from .console import (
+    Fitting,
+    Group,
+    Padding,
+    RenderableType,
+    Table,
+    Text,
+    Unbroken,
+    beside,
+    section,
+    to_text,
+)
 from .palette import FILLS, letters
+from .wording import count, off
 
 if TYPE_CHECKING:
     from ...scheme import Sizes
     from ..compare import Comparison
     from ..explain import Explanation
     from ..identifying.identification import Candidate, Identification
-    from ..models.findings import Finding
-    from ..models.norms import Audit, Norm
     from ..presets import Presets
-    from ..swap import Swap
     from ..worked import Worked
 
 __all__ = [
     "audit",
     "beside",
     "comparison",
+    "differences",
     "explanation",
     "identification",
     "picture",
@@ -56,9 +49,6 @@ __all__ = [
     "swap",
     "to_text",
 ]
-
-_PATH_WIDTH = 32
-"""Columns that a path may take in a table before it is broken at its dots."""
 
 _SHOWN_GROUPS = 5
 """How many groups' means are written out."""
@@ -76,27 +66,6 @@ _GAP = -1
 """Stands for the indices of an axis that are left out of a picture."""
 
 
-def to_text(
-    renderable: RenderableType, *, width: int | None = None, color: bool | None = None
-) -> str:
-    """The renderable as text for a terminal of ``width`` columns."""
-    if color is None:
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    console = Console(
-        file=io.StringIO(),
-        width=width,
-        force_terminal=color,
-        no_color=not color,
-        color_system="auto" if color else None,
-        highlight=False,
-        legacy_windows=False,
-    )
-    with console.capture() as captured:
-        console.print(renderable)
-    lines = captured.get().splitlines()
-    return "\n".join(line if color else line.rstrip() for line in lines)
-
-
 # --------------------------------------------------------------------------------------------
 # explain
 
@@ -104,24 +73,20 @@ def to_text(
 def explanation(result: Explanation) -> RenderableType:
     """One scheme on one shape."""
     parts: list[RenderableType] = [_head(result), Text(), picture(result), Text()]
-    parts.append(_section("Formula"))
+    parts.append(section("Formula"))
     parts.append(Padding(Text(result.formula, style="bold"), (0, 0, 0, 2)))
     if result.worked is not None:
-        parts += [Text(), _section("Its means and variances" if result.scheme.center else
+        parts += [Text(), section("Its means and variances" if result.scheme.center else
                                    "Its groups")]  # fmt: skip
         parts.append(Padding(_moments(result), (0, 0, 0, 2)))
-        parts += [Text(), _section("One group by hand")]
+        parts += [Text(), section("One group by hand")]
         parts.append(Padding(_by_hand(result, result.worked), (0, 0, 0, 2)))
-    parts += [Text(), _section("The same statistics at this shape")]
+    parts += [Text(), section("The same statistics at this shape")]
     parts.append(Padding(_equivalents(result), (0, 0, 0, 2)))
     parts.append(Text())
     route = Text.assemble(("Engine  ", "dim"), result.route.engine, f" ({result.route.reason})")
     parts.append(route)
     return Group(*parts)
-
-
-def _section(title: str) -> Text:
-    return Text(title, style="bold cyan")
 
 
 def _head(result: Explanation) -> RenderableType:
@@ -137,12 +102,12 @@ def _head(result: Explanation) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     if axes:
         pieces = [f"{axis} x " for axis in axes[:-1]] + axes[-1:]
-        facts.add_row(Text("axes", style="dim"), _Unbroken(tuple(map(Text, pieces))))
+        facts.add_row(Text("axes", style="dim"), Unbroken(tuple(map(Text, pieces))))
     means = "mean and variance" if result.scheme.center else "root mean square"
     if result.scheme.scale == "l2":
         means = "length"
     kind = f"running {means}" if result.scheme.statistics == "running" else means
-    shared = f"{_count(result.group_size, 'element')} each"
+    shared = f"{count(result.group_size, 'element')} each"
     facts.add_row(
         Text("shared", style="dim"),
         Text.assemble((f"{result.num_groups:,}", "bold"), f" x {kind}, over {shared}"),
@@ -160,10 +125,6 @@ def _head(result: Explanation) -> RenderableType:
 def _affine_names(result: Explanation) -> list[str]:
     return [part.name for part in result.sizes.layout.parts
             if part.name in result.scheme.affine.split()]  # fmt: skip
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}" + ("" if number == 1 else "s")
 
 
 def _equivalents(result: Explanation) -> RenderableType:
@@ -260,13 +221,13 @@ def comparison(result: Comparison) -> RenderableType:
     parts += [_compared_pictures(result), Text()]
     parts.append(_verdicts(result))
     if result.agreements:
-        parts += [Text(), _section("Where they agree")]
+        parts += [Text(), section("Where they agree")]
         for agreement in result.agreements:
-            tried = f"  (tried on {agreement.shape}: {_off(agreement.largest_difference)} apart)"
+            tried = f"  (tried on {agreement.shape}: {off(agreement.largest_difference)} apart)"
             said = Text.assemble(agreement.condition, (tried, "dim"))
             parts.append(Padding(said, (0, 0, 0, 2)))
     parts += [Text(), _example(result)]
-    parts += [Text(), _section("The family at this shape"), Padding(_family(result), (0, 0, 0, 2))]
+    parts += [Text(), section("The family at this shape"), Padding(_family(result), (0, 0, 0, 2))]
     return Group(*parts)
 
 
@@ -288,7 +249,7 @@ def _compared(result: Comparison) -> RenderableType:
         table.add_row(Text(name, style="bold"), said)
     said = Text.assemble((f"on {result.shape}: ", "dim"), verdict)
     if result.largest_difference is not None:
-        apart = f"; on this tensor at most {_off(result.largest_difference)} apart"
+        apart = f"; on this tensor at most {off(result.largest_difference)} apart"
         said.append(apart, style="bold")
     return Group(table, said)
 
@@ -328,12 +289,12 @@ def _in_columns(
             wide.add_row()
         wide.add_row(*row)
     below = [part for column in narrow for one in column for part in (one, Text())]
-    return _Fitting(wide, Group(*below[:-1]))
+    return Fitting(wide, Group(*below[:-1]))
 
 
 def _picture_title(name: str, side: Explanation) -> str:
-    means = _count(side.num_groups, kind_of_mean(side.scheme))
-    return f"{name}: {means} of {_count(side.group_size, 'element')}"
+    means = count(side.num_groups, kind_of_mean(side.scheme))
+    return f"{name}: {means} of {count(side.group_size, 'element')}"
 
 
 def _verdicts(result: Comparison) -> RenderableType:
@@ -355,7 +316,7 @@ def _example(result: Comparison) -> RenderableType:
     if example is None:
         return Text("No tensor of this rank tells their outputs apart.", style="dim")
     where = "of another size tells" if result.same else "tells"
-    title = _section(f"The smallest tensor that {where} them apart")
+    title = section(f"The smallest tensor that {where} them apart")
     title.append(f"   {example.shape} {example.x.dtype}", style="not bold dim")
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -435,12 +396,12 @@ def identification(result: Identification) -> RenderableType:
                 )
                 parts.append(meant)
     if result.candidates:
-        parts += [Text(), _section("Candidates"), Padding(_candidates(result), (0, 0, 0, 2))]
+        parts += [Text(), section("Candidates"), Padding(_candidates(result), (0, 0, 0, 2))]
     if result.notes:
-        parts += [Text(), _section("Notes")]
+        parts += [Text(), section("Notes")]
         parts += [Padding(Text(note), (0, 0, 0, 2)) for note in result.notes]
     if result.decisions:
-        parts += [Text(), _section("What would decide")]
+        parts += [Text(), section("What would decide")]
         parts += [Padding(Text(d.sentence), (0, 0, 0, 2)) for d in result.decisions]
     return Group(*parts)
 
@@ -475,9 +436,8 @@ def _found(best: Candidate) -> RenderableType:
     if best.eps_interval is not None:
         eps = "that of the type" if best.scheme.eps is None else f"{best.scheme.eps:g}"
         row("eps", f"{eps}, {_interval(best.eps_interval)}")
-    off = f"{_off(best.residual)} (rounding explains up to {_off(best.tolerance)})"
-    row("off by", off)
-    row("fitted", _count(best.free_parameters, "number"))
+    row("off by", f"{off(best.residual)} (rounding explains up to {off(best.tolerance)})")
+    row("fitted", count(best.free_parameters, "number"))
     if best.computed_in is not None:
         row("computed in", best.computed_in)
     return table
@@ -509,186 +469,16 @@ def _candidates(result: Identification) -> RenderableType:
             mark, color = ("fits", "green")
         if candidate is result.best:
             mark, color = ("BEST", "bold green")
-        fitted = _count(candidate.free_parameters, "number") if candidate.free_parameters else ""
+        fitted = count(candidate.free_parameters, "number") if candidate.free_parameters else ""
         said = Text.assemble((candidate.name, ""), (f"  {candidate.scheme}", "dim"))
         table.add_row(
-            Text(mark, style=color), said, Text(f"off by {_off(candidate.residual)}"),
+            Text(mark, style=color), said, Text(f"off by {off(candidate.residual)}"),
             Text(f"{fitted} fitted" if fitted else "", style="dim"),
         )  # fmt: skip
     more = len(result.candidates) - _SHOWN_CANDIDATES
     if more > 0:
         table.add_row(Text(""), Text(f"and {more} more", style="dim"))
     return table
-
-
-# --------------------------------------------------------------------------------------------
-# audit and swap
-
-
-def audit(result: Audit) -> RenderableType:
-    """Identical norms in one row, what was ruled out, and the findings."""
-    kinds = list(alike(result.norms))
-    title = Text.assemble(
-        (result.model, "bold"),
-        f": {_count(len(result.norms), 'normalization')}",
-        (f"   (one forward pass takes {_seconds(result.seconds)})", "dim"),
-    )
-    if not kinds:
-        return title
-    parts: list[RenderableType] = [title, Text(), _table(kinds)]
-    if any(norm.identification for norm in result.norms):
-        parts += [Text(), rivals(result.norms)]
-    parts += [Text(), _findings(result.findings)]
-    return Group(*parts)
-
-
-def _table(kinds: Sequence[Sequence[Norm]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    table.add_column("norm", no_wrap=True, overflow="fold")
-    table.add_column("computes", overflow="fold")
-    table.add_column("means", justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    for norms in kinds:
-        first = norms[0]
-        calls = f", {first.calls} calls" if first.calls > 1 else ""
-        name = Group(
-            _paths([norm.path for norm in norms]), Text(f"{first.cls}{calls}", style="dim")
-        )
-        table.add_row(name, _computes(first), _means(first), _share(norms))
-    return table
-
-
-def _paths(paths: Sequence[str]) -> _Unbroken:
-    """Paths of one template and how many they are, broken at their dots."""
-    said = folded([path or "(the model)" for path in paths])
-    # The dots of {0..5} stand together.
-    pieces = [Text(piece) for piece in re.split(r"(?<=[^.]\.)(?=[^.])", said)]
-    if len(paths) > 1:
-        pieces[-1].append(f"  x{len(paths)}", style="bold")
-    return _Unbroken(tuple(pieces))
-
-
-def _computes(norm: Norm) -> Text:
-    if norm.shape is None:
-        return Text.assemble(("did not run itself", "yellow"), (f"\n{norm.declared}", "dim"))
-    if norm.scheme is None:
-        return Text.assemble(("not verified", "yellow"), (f"\n{norm.declared or ''}", "dim"))
-    color = "green" if norm.verified else "yellow" if norm.center_unclear else "red"
-    said = str(norm.scheme)
-    if norm.eps_undetermined:
-        # Its eps is one of many that fit.
-        said = f"{norm.scheme.replace(eps=1e-5)} (eps not determined)"
-    return Text.assemble((norm.in_words, color), (f"\n{said}", "dim"))
-
-
-def _means(norm: Norm) -> Text:
-    if norm.num_statistics is None:
-        return Text("-", style="dim")
-    return Text.assemble(f"{norm.num_statistics:,}", (f"\nof {norm.group_size:,}", "dim"))
-
-
-def _share(norms: Sequence[Norm]) -> Text:
-    shares = [norm.time_share for norm in norms if norm.time_share is not None]
-    return Text(f"{100 * sum(shares):.1f} %") if shares else Text("-", style="dim")
-
-
-def rivals(norms: Sequence[Norm]) -> RenderableType:
-    """What the norms were shown not to be, with how far off each would have been."""
-    off: dict[str, list[float]] = {}
-    unclear: dict[str, int] = {}
-    for norm in norms:
-        if norm.identification is None or norm.identification.best is None:
-            continue
-        fits: dict[str, bool] = {}
-        least: dict[str, float] = {}
-        for candidate in norm.identification.candidates:
-            if candidate is norm.identification.best:
-                continue
-            name = candidate.name
-            fits[name] = fits.get(name, False) or candidate.fits
-            least[name] = min(least.get(name, candidate.residual), candidate.residual)
-        # A norm counts once, also where several candidates have one name.
-        for name, fit in fits.items():
-            if fit:
-                unclear[name] = unclear.get(name, 0) + 1
-            else:
-                off.setdefault(name, []).append(least[name])
-    table = Table.grid(padding=(0, 2))
-    # Other means before other formulas, the plainest first.
-    means = sorted(off, key=lambda name: (not name.startswith("one "), len(name)))
-    for name in [name for name in means if "as declared" not in name][:8]:
-        count = len(off[name])
-        table.add_row(
-            Text(name),
-            Text(f"{count} of {len(norms)}", style="dim"),
-            Text(f"off by {_off(min(off[name]))}" + (" or more" if count > 1 else "")),
-        )
-    parts: list[RenderableType] = [
-        _section("Ruled out by the numbers"),
-        Padding(table, (0, 0, 0, 2)),
-    ]
-    shown = [norm.identification.best for norm in norms
-             if norm.identification and norm.identification.best]  # fmt: skip
-    if shown:
-        parts.append(Text.assemble(
-            "What is said above agrees within ",
-            (_off(max(best.residual for best in shown)), "bold green"),
-            (f" (rounding explains up to {_off(max(best.tolerance for best in shown))}).", "dim"),
-        ))  # fmt: skip
-    if unclear:
-        said = ", ".join(f"{name} ({count})" for name, count in unclear.items())
-        parts.append(Text(f"This input cannot tell from it: {said}.", style="dim"))
-    return Group(*parts)
-
-
-def _off(value: float) -> str:
-    return f"{value:.2g}"
-
-
-def _findings(findings: Sequence[Finding]) -> RenderableType:
-    if not findings:
-        return Text.assemble(_section("Findings"), "  none")
-    colors = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for found, where in worst_first(findings):
-        title = (found.code, "bold"), f"  {where}\n" if where else "\n"
-        said = Text.assemble(*title, found.message).append(f"\n{found.remedy}", "dim")
-        table.add_row(Text(found.severity, style=colors[found.severity]), said)
-    return Group(_section("Findings"), Padding(table, (0, 0, 0, 2)))
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def swap(result: Swap) -> RenderableType:
-    """What was replaced, what was left and why, and how far the outputs moved."""
-    parts: list[RenderableType] = [
-        Text.assemble(
-            (result.model, "bold"),
-            f": {len(result.replaced)} replaced, {len(result.left)} left. "
-            f"Largest difference of the outputs: {_off(result.largest_difference)}",
-        )
-    ]
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="fold")
-    table.add_column(overflow="fold")
-    done: dict[tuple[str, str, str], list[str]] = {}
-    for replaced in result.replaced:
-        key = (template(replaced.path), replaced.before, replaced.after)
-        done.setdefault(key, []).append(replaced.path)
-    for (_, before, after), paths in done.items():
-        table.add_row(Text("replaced", style="green"), _paths(paths),
-                      Text(f"{before} -> {after}", style="dim"))  # fmt: skip
-    kept: dict[tuple[str, str], list[str]] = {}
-    for left in result.left:
-        kept.setdefault((template(left.path), left.reason), []).append(left.path)
-    for (_, reason), paths in kept.items():
-        table.add_row(Text("left", style="yellow"), _paths(paths), Text(reason))
-    return Group(*parts, Padding(table, (0, 0, 0, 2)))
 
 
 # --------------------------------------------------------------------------------------------
@@ -746,49 +536,6 @@ def picture(
         shown.append(_panels("The same letter, the same weight", result, drawn,
                              result.sizes.layout.affine, capital=False))  # fmt: skip
     return beside(shown)
-
-
-def beside(shown: Sequence[RenderableType], *, gap: int = 6) -> RenderableType:
-    """Side by side where the console is wide enough, else one below the other."""
-    if len(shown) == 1:
-        return shown[0]
-    wide = Table.grid(padding=(0, gap))
-    wide.add_row(*shown)
-    below = [part for one in shown for part in (one, Text())]
-    return _Fitting(wide, Group(*below[:-1]))
-
-
-@dataclass(frozen=True)
-class _Unbroken:
-    """Pieces of text in lines that end only between pieces, unless one is wider than a line."""
-
-    pieces: tuple[Text, ...]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = Text(overflow="fold", no_wrap=False)
-        for piece in self.pieces:
-            if line and len(line) + len(piece.plain.rstrip()) > options.max_width:
-                yield line
-                line = Text(overflow="fold", no_wrap=False)
-            line.append_text(piece)
-        yield line
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        widths = [len(piece) for piece in self.pieces]
-        wanted = max(*widths, min(sum(widths), _PATH_WIDTH))
-        return Measurement(max(widths), wanted).with_maximum(options.max_width)
-
-
-@dataclass(frozen=True)
-class _Fitting:
-    """The first of two arrangements where the console is wide enough, else the second."""
-
-    wide: Table
-    narrow: Group
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = Measurement.get(console, options.update(max_width=1000), self.wide).maximum
-        yield self.wide if needed <= options.max_width else self.narrow
 
 
 def _sample(sizes: Sizes) -> list[list[int]]:

@@ -2,5 +2,6 @@
 
 for (const place of document.querySelectorAll("[data-drawn]")) {
   const { text, shape } = DATA.drawn[Number(place.dataset.drawn)];
-  place.append(miniature(sizesOf(readScheme(text), shape), Number(place.dataset.cell ?? 12)));
+  const { cell = 12, labelled } = place.dataset;
+  place.append(miniature(sizesOf(readScheme(text), shape), Number(cell), labelled !== undefined));
 }

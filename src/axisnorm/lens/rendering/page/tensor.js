@@ -468,8 +468,8 @@ class TensorView {
   }
 }
 
-// A box without names, for a table.
-function miniature(sizes, cell) {
+// A box, without names in a table.
+function miniature(sizes, cell, labelled) {
   const view = Object.assign(Object.create(TensorView.prototype), {
     root: h("span", { class: "tensor mini" }), label: "Which elements share their statistics",
     sizes, word: "mean", told: sizes.told, cells: [],
@@ -477,7 +477,7 @@ function miniature(sizes, cell) {
   const box = boxOf([sizes]);
   view.names = view.named(box, sizes.shape.map(() => [0]));
   view.few = view.names.size <= FILLS.length;
-  view.root.append(h("span", { class: "box" }, view.drawBox(box, { labelled: false, cell })));
+  view.root.append(h("span", { class: "box" }, view.drawBox(box, { labelled, cell })));
   view.light(null);
   return view.root;
 }

@@ -1,0 +1,112 @@
+"""What reports for a terminal are made of: rich's parts, and two of our own."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+try:
+    from rich import box
+    from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+    from rich.measure import Measurement
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "Reports are drawn with rich. It is not installed. Run: pip install 'axisnorm[lens]'",
+        name=error.name,
+    ) from error
+
+__all__ = [
+    "Console",
+    "ConsoleOptions",
+    "Fitting",
+    "Group",
+    "Measurement",
+    "Padding",
+    "RenderResult",
+    "RenderableType",
+    "Table",
+    "Text",
+    "Unbroken",
+    "beside",
+    "box",
+    "section",
+    "to_text",
+]
+
+PREFERRED_WIDTH = 32
+"""Columns that pieces may take in a table before they are broken into lines."""
+
+
+def to_text(
+    renderable: RenderableType, *, width: int | None = None, color: bool | None = None
+) -> str:
+    """The renderable as text for a terminal of ``width`` columns."""
+    if color is None:
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        no_color=not color,
+        color_system="auto" if color else None,
+        highlight=False,
+        legacy_windows=False,
+    )
+    with console.capture() as captured:
+        console.print(renderable)
+    lines = captured.get().splitlines()
+    return "\n".join(line if color else line.rstrip() for line in lines)
+
+
+def section(title: str) -> Text:
+    """The head of a part of a report."""
+    return Text(title, style="bold cyan")
+
+
+@dataclass(frozen=True)
+class Unbroken:
+    """Pieces of text in lines that end only between pieces, unless one is wider than a line."""
+
+    pieces: tuple[Text, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = Text(overflow="fold", no_wrap=False)
+        for piece in self.pieces:
+            if line and len(line) + len(piece.plain.rstrip()) > options.max_width:
+                yield line
+                line = Text(overflow="fold", no_wrap=False)
+            line.append_text(piece)
+        yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widths = [len(piece) for piece in self.pieces]
+        wanted = max(*widths, min(sum(widths), PREFERRED_WIDTH))
+        return Measurement(max(widths), wanted).with_maximum(options.max_width)
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The first of two arrangements where the console is wide enough, else the second."""
+
+    wide: Table
+    narrow: Group
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        needed = Measurement.get(console, options.update(max_width=1000), self.wide).maximum
+        yield self.wide if needed <= options.max_width else self.narrow
+
+
+def beside(shown: Sequence[RenderableType], *, gap: int = 6) -> RenderableType:
+    """Side by side where the console is wide enough, else one below the other."""
+    if len(shown) == 1:
+        return shown[0]
+    wide = Table.grid(padding=(0, gap))
+    wide.add_row(*shown)
+    below = [part for one in shown for part in (one, Text())]
+    return Fitting(wide, Group(*below[:-1]))

@@ -1,0 +1,38 @@
+"""Numbers in words, the same in every kind of report."""
+
+from __future__ import annotations
+
+__all__ = ["count", "forward_times", "off", "seconds"]
+
+
+def count(number: int, word: str) -> str:
+    """A number of things.
+
+    >>> count(1, "mean"), count(2000, "mean")
+    ('1 mean', '2,000 means')
+    """
+    return f"{number:,} {word}" + ("" if number == 1 else "s")
+
+
+def off(value: float) -> str:
+    """A difference as it is said."""
+    return f"{value:.2g}"
+
+
+def seconds(value: float) -> str:
+    """A time as it is said.
+
+    >>> seconds(1.5), seconds(0.01234)
+    ('1.50 s', '12.3 ms')
+    """
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def forward_times(before: float, after: float) -> str:
+    """What a swap makes of the time of a forward.
+
+    >>> forward_times(0.1, 0.08)
+    'One forward takes 80 ms, before it took 100 ms: 1.25 times as fast.'
+    """
+    ratio = f"{before / after:.2f} times as fast" if after else "too short to be compared"
+    return f"One forward takes {seconds(after)}, before it took {seconds(before)}: {ratio}."
