@@ -691,3 +691,48 @@ def test_types_that_are_not_floating(dtype):
 def test_parameters_that_do_not_fit(given, said):
     with pytest.raises(ArgumentError, match=said):
         identify(normal(4, 3), normal(4, 3, seed=1), **given)
+
+
+# --------------------------------------------------------------------------------------------
+# Regressions
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(64, 256), (16, 32)])
+def test_a_fitted_norm_is_seen_through_a_relu(dtype, shape):
+    # Some weights are fitted to a few outputs, some of them small beside weight times input.
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+    weight, bias = torch.randn(2, shape[-1], generator=random).to(dtype)
+    found = identify(x, F.layer_norm(x, shape[-1:], weight, bias).relu())
+    assert found.best.scheme == Scheme("... [d]; affine=d") and found.best.weight_from == "fitted"
+    assert any("as after a ReLU" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("placement", ["std", "variance"])
+def test_a_sample_deviation_shows_in_eps_where_weights_are_fitted(placement):
+    scheme = Scheme(f"... [d]; affine=d; correction=1; eps=1e-3; eps_placement={placement}")
+    x = normal(40, 8) * 10.0 ** np.linspace(-3, 1, 40)[:, None]
+    best = identify(x, forward(x, scheme, uniform(8))).best
+    assert best.scheme == scheme and best.free_parameters == 8
+    assert best.eps_interval[0] <= 1e-3 <= best.eps_interval[1]
+    plain = identify(x, forward(x, scheme.replace(correction=0), uniform(8))).best
+    assert plain.scheme == scheme.replace(correction=0)
+
+
+def test_a_weight_for_each_element_of_one_sample_is_said_to_be_possible():
+    x = normal(64)
+    found = identify(x, forward(x, Scheme("[d]; affine=d"), uniform(64)))
+    assert found.best is None and any("any output fits" in note for note in found.notes)
+
+
+def test_a_division_by_the_mean_absolute_deviation_is_no_norm():
+    x = normal(16, 32)
+    centred = x - x.mean(-1, keepdims=True)
+    for divisor in (np.abs(centred).mean(-1, keepdims=True), 1.0):
+        assert identify(x, centred / divisor).best is None
+
+
+def test_subnormal_numbers():
+    x = normal(16, 32) * 1e-310
+    assert identify(x, forward(x, Scheme("... [d]"))).conclusion

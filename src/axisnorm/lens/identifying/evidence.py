@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +50,10 @@ SAMPLED = 1 << 16
 """So many elements are enough to see that something does not fit."""
 
 FEW_GROUPS = 4096
+
+REFUTED = 1.25
+"""No factor explains what is so much further off than rounding allows: the bound itself follows
+from a factor that is slightly off."""
 
 INSPECTED = 1 << 15
 """So many values tell the type that all of them fit in."""
@@ -120,16 +123,13 @@ class Pair:
     """Whether the mask holds for the statistics too."""
     decimals: int | None = None
     """How many decimals the output was printed with, None where it was not."""
+    cache: dict[Any, Any] = field(default_factory=dict)
+    """What was summed before: nothing in it depends on the noise."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of both."""
         return self.x.shape
-
-    @cached_property
-    def cache(self) -> dict[Any, Any]:
-        """Statistics by the elements that share them."""
-        return {}
 
     def statistics(self, sharing: Sharing) -> Statistics:
         """The moments of the input over the elements that share."""
@@ -139,9 +139,30 @@ class Pair:
             self.cache[sharing.key] = found
         return found
 
-    def with_noise(self, noise: Noise) -> Pair:
+    def rough_sums(self) -> tuple[float, Sums]:
+        """A number near the input's mean, and sums of the input less that and of its square."""
+        found: tuple[float, Sums] | None = self.cache.get("rough")
+        if found is None:
+            shift = float(self.x.mean())
+            x = self.x - shift
+            planes = [x, x * x]
+            if self.mask is not None and self.masked_statistics:
+                planes = [plane * self.mask for plane in planes]
+                planes.append(self.mask.astype(np.float64))
+            found = self.cache["rough"] = shift, Sums(np.stack(planes))
+        return found
+
+    def with_noise(self, noise: Noise, decimals: int | None = None) -> Pair:
         """The same data, believed to be rounded in another way."""
-        return replace(self, noise=noise)
+        return replace(self, noise=noise, decimals=decimals)
+
+    def with_mask(self, mask: NDArray[np.bool_], *, statistics: bool) -> Pair:
+        """The same data, of which some do not count, in the statistics neither where said."""
+        return replace(self, mask=mask, masked_statistics=statistics, cache={})
+
+    def with_input(self, x: Floats) -> Pair:
+        """The same output, made of another input."""
+        return replace(self, x=x, cache={})
 
 
 def pair_of(x: Any, y: Any) -> Pair:
@@ -319,10 +340,13 @@ def screen(
         weight: of the tensor's number of axes, broadcastable against it; None: one.
         bias: as weight; None: zero.
     """
-    moments = _Moments(pair, weight, bias)
+    key = "moments", id(weight), id(bias)
+    moments: _Moments | None = pair.cache.get(key)
+    if moments is None:
+        moments = pair.cache[key] = _Moments(pair, weight, bias)
     found = []
     for sharing in candidates:
-        found += moments.screened(sharing)
+        found += moments.screened(sharing, pair.noise)
     return found
 
 
@@ -388,7 +412,8 @@ class _Moments:
     """The moments of input and output that a misfit follows from."""
 
     def __init__(self, pair: Pair, weight: Floats | None, bias: Floats | None) -> None:
-        self.pair = pair
+        self.parameters = weight, bias
+        self.count = pair.y.size
         self.shift = float(pair.x.mean())
         x = pair.x - self.shift
         y = pair.y if bias is None else pair.y - bias
@@ -412,7 +437,7 @@ class _Moments:
         self.total = float(planes[4].sum())
         self.sums = Sums(np.stack(planes))
 
-    def screened(self, sharing: Sharing) -> list[Screened]:
+    def screened(self, sharing: Sharing, noise: Noise) -> list[Screened]:
         """With and without the mean subtracted."""
         k = self.shift
         table = self.sums.of(sharing, thin=True)
@@ -442,12 +467,12 @@ class _Moments:
             digits = np.divide(size, dd, out=np.ones_like(dd), where=informative)
             # What cancels in a group's sums of squares is lost of its output.
             lost = 64 * 2.0**-52 * float((digits * yy).sum()) / total if total else 0.0
-            found.append(Screened(sharing, center, misfit, self._allowed(sharing) + lost))
+            found.append(Screened(sharing, center, misfit, self._allowed(sharing, noise) + lost))
         return found
 
-    def _allowed(self, sharing: Sharing) -> float:
-        noise, pair, spread = self.pair.noise, self.pair, self.deviation
-        y_size = math.sqrt(self.total / max(pair.y.size, 1))
+    def _allowed(self, sharing: Sharing, noise: Noise) -> float:
+        spread = self.deviation
+        y_size = math.sqrt(self.total / max(self.count, 1))
         absolute = noise.slack * (noise.quantum + noise.smallest) / y_size if y_size else 0.0
         offset = noise.compute * 4 * abs(self.shift) / spread if spread else 0.0
         inputs = noise.input_quantum * 2 / spread if spread else 0.0
@@ -459,18 +484,14 @@ class _Moments:
 
 def rough_statistics(pair: Pair, candidates: Iterable[Sharing]) -> Iterator[Statistics]:
     """Statistics from sums, right to about twelve digits unless an offset is large."""
-    shift = float(pair.x.mean())
-    x = pair.x - shift
-    planes = [x, x * x]
-    inside = pair.mask is not None and pair.masked_statistics
-    if pair.mask is not None and inside:
-        planes = [x * pair.mask, planes[1] * pair.mask, pair.mask.astype(np.float64)]
-    sums = Sums(np.stack(planes))
+    shift, sums = pair.rough_sums()
+    inside = len(sums.whole[()]) == 3
     for sharing in candidates:
         shape = tuple(
             1 if i in sharing.reduced else size for i, size in enumerate(sharing.expanded)
         )
-        table = sums.of(sharing).reshape(len(planes), *shape)
+        table = sums.of(sharing)
+        table = table.reshape(len(table), *shape)
         n: Any = np.maximum(table[2], 1.0) if inside else float(sharing.group_size)
         first, second = table[0] / n, table[1] / n
         var = np.maximum(second - first * first, 0.0)
@@ -497,6 +518,12 @@ class Factors:
     """How much of the output's square an error of the factor moves, over what rounding allows."""
     misfit: float
     """The root mean square of what is left, over what rounding allows."""
+    worst: float
+    """The largest of what is left over what rounding and the factor's uncertainty allow."""
+
+    def refutes(self, formula: Formula) -> bool:
+        """Whether some element is too far off, whatever factor the formula gives its group."""
+        return self.worst > REFUTED * formula.sensitivity
 
     def misfit_of(self, formula: Formula, eps: float) -> float:
         """The same with the factor that the formula gives."""
@@ -530,7 +557,7 @@ def measure(
     *,
     sampled: bool = False,
 ) -> Factors:
-    """The factor of every group, or of a sample of the groups, by least squares.
+    """The factor of every group, or of a sample of groups and elements, by least squares.
 
     At the true factor what is left of the output is rounding alone. Its sum of squares is larger
     by dd (r - r_true)^2 than the least one, which bounds the distance.
@@ -543,7 +570,7 @@ def measure(
         for p in (weight, bias, pair.mask)
     ]
     if sampled:
-        cut = thinned(sharing.expanded, sharing.kept)
+        cut = thinned(sharing.expanded, sharing.kept, sharing.reduced)
         x, y = x[cut], y[cut]
         parameters = [None if p is None else p[cut] for p in parameters]
         statistics = statistics.cut(cut)
@@ -574,18 +601,28 @@ def measure(
     uncertainty = np.where(informative, uncertainty, np.inf)
     total = max(float(allowed.sum()), 1e-300)
     misfit = math.sqrt(float(remaining.sum()) / total)
-    return Factors(statistics, center, factor, uncertainty, informative, dd / total, misfit)
+    reach = tau + np.where(informative, uncertainty, 0.0) * np.abs(d)
+    with np.errstate(all="ignore"):
+        ratio = np.abs(left, out=left) / reach
+    worst = float(np.max(ratio, initial=0.0, where=informative & (left > 0)))
+    return Factors(statistics, center, factor, uncertainty, informative, dd / total, misfit, worst)
 
 
-def thinned(shape: Sequence[int], dimensions: Sequence[int]) -> tuple[slice, ...]:
-    """Evenly spaced indices along these dimensions, the longest cut first."""
+def thinned(shape: Sequence[int], *choices: Sequence[int]) -> tuple[slice, ...]:
+    """Evenly spaced indices, the longest dimension cut first.
+
+    Args:
+        shape: the sizes.
+        choices: the dimensions that are cut; others only when these are down to a few.
+    """
     sizes, steps = list(shape), [1] * len(shape)
-    while math.prod(sizes) > SAMPLED:
-        longest = max(dimensions, key=lambda i: sizes[i], default=0)
-        if not dimensions or sizes[longest] < 3:
-            break
-        steps[longest] *= 2
-        sizes[longest] = -(-shape[longest] // steps[longest])
+    for dimensions in choices:
+        while dimensions and math.prod(sizes) > SAMPLED:
+            longest = max(dimensions, key=lambda i: sizes[i])
+            if sizes[longest] < 3:
+                break
+            steps[longest] *= 2
+            sizes[longest] = -(-shape[longest] // steps[longest])
     return tuple(slice(None, None, step) for step in steps)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .evidence import Floats, Pair, Statistics, thinned
 from .hypotheses import USUAL_EPS, Formula, Sharing, whole
+from .least_squares import Line
 
 __all__ = [
     "Affine",
@@ -109,10 +110,19 @@ class Fit:
 AffineOf = Callable[[Sharing], "tuple[Affine, ...]"]
 
 
-def assignments(
-    pair: Pair, given: Given
-) -> Iterator[tuple[AffineOf, Floats | None, Floats | None]]:
+Assignment = tuple[AffineOf, "Floats | None", "Floats | None"]
+"""Where the parameters stand, and weight and bias as they broadcast against the tensor."""
+
+
+def assignments(pair: Pair, given: Given) -> list[Assignment]:
     """What the given weight and bias may belong to: axes, parts of an axis, an offset of 1."""
+    found: list[Assignment] | None = pair.cache.get(given)
+    if found is None:
+        found = pair.cache[given] = list(_assignments(pair, given))
+    return found
+
+
+def _assignments(pair: Pair, given: Given) -> Iterator[Assignment]:
     known = given.weight if given.weight is not None else given.bias
     if known is None:
         yield (lambda sharing: (Affine(),)), None, None
@@ -258,10 +268,25 @@ def confirm(
     interval: tuple[float, float],
     eps_fitted: bool,
     *,
-    leeway: float = 1.0,
+    line: Line | None = None,
     sampled: bool = False,
 ) -> Fit:
-    """Hold a hypothesis with all its constants against every element, or a sample of them."""
+    """Hold a hypothesis with all its constants against every element, or a sample of them.
+
+    Args:
+        pair: the data.
+        statistics: of the hypothesis.
+        formula: what multiplies the centred value.
+        affine: where weight and bias stand.
+        weight: as it broadcasts against the tensor.
+        bias: as weight.
+        eps: of the formula.
+        interval: between which values eps lies.
+        eps_fitted: whether eps is a fitted number.
+        line: how weight and bias were fitted to this data, None where they were not. Where few
+            elements share them, the rounding of a large output moves what is left of small ones.
+        sampled: hold it against a sample.
+    """
     sharing = statistics.sharing
     cut = thinned(sharing.expanded, range(len(sharing.expanded))) if sampled else ()
 
@@ -289,11 +314,12 @@ def confirm(
     allowed = pair.noise.bound(n, np.abs(predicted), slope, about, largest_bias)
     difference = np.abs(y - predicted)
     allowed = np.broadcast_to(allowed * formula.sensitivity, difference.shape)
-    if pair.mask is not None:
-        valid = part(pair.mask)
-        difference, allowed = difference[valid], allowed[valid]
+    valid = None if pair.mask is None else part(pair.mask)
+    reach = allowed if line is None else allowed + line.reach(allowed, valid)
+    if valid is not None:
+        difference, allowed, reach = difference[valid], allowed[valid], reach[valid]
     with np.errstate(all="ignore"):
-        ratio = np.where(difference == 0, 0.0, difference / allowed)
+        ratio = np.where(difference == 0, 0.0, difference / reach)
     worst = float(ratio.max(initial=0.0))
     square = float(np.square(allowed).sum())
     misfit = math.sqrt(float(np.square(difference).sum()) / square) if square else math.inf
@@ -309,7 +335,7 @@ def confirm(
         tolerance=float(allowed.max(initial=0.0)),
         worst=worst,
         misfit=misfit,
-        fits=worst <= leeway,
+        fits=worst <= 1.0,
         statistics=statistics,
         weight_along=weight,
         bias_along=bias,

@@ -22,7 +22,7 @@ from .hypotheses import (
     is_known,
     roundest,
 )
-from .least_squares import left_over, line
+from .least_squares import line
 from .sampling import (
     COLUMNS,
     ROWS,
@@ -361,6 +361,7 @@ class _Trial:
         if self.valid is not None:
             square = np.where(self.valid, square, 0.0)
         self.allowed = np.maximum(square.sum(1), 1e-300)
+        self.relative = pair.noise.relative(n) * formula.sensitivity
         self.middle = float(np.median(self.base[self.base > 0])) if (self.base > 0).any() else 1.0
         grid = {*usual_eps(formula, pair), *(self.middle * 10.0**k for k in range(-8, 4))}
         if formula.placement == "max":
@@ -369,15 +370,28 @@ class _Trial:
         self.tried = {eps: self.ratio(eps) for eps in grid}
         self.least = min(total for total, _ in self.tried.values())
 
-    def ratio(self, eps: float) -> tuple[float, float]:
-        """What is left over what rounding allows: in all, and for the worst weight."""
+    def normalized(self, eps: float) -> Floats:
+        """What the weights multiply."""
         _, a = self.formula.exponents
         inner = np.maximum(self.base, eps) if self.formula.placement == "max" else self.base + eps
         with np.errstate(all="ignore"):
             factor = 1 / np.sqrt(inner) if a == -0.5 else inner**a
-        u = self.d * np.where(inner > 0, factor, 0.0)
-        left = left_over(u, self.y, self.valid, self.lead.with_bias, fixed=self.fixed)
-        return float(left.sum() / self.allowed.sum()), float((left / self.allowed).max())
+        return np.asarray(self.d * np.where(inner > 0, factor, 0.0))
+
+    def ratio(self, eps: float) -> tuple[float, float]:
+        """What is left over what rounding allows: in all, and for the worst weight."""
+        _, _, left, allowed = self.line(eps)
+        square = np.square(left).sum(1)
+        return float(square.sum() / allowed.sum()), float((square / allowed).max())
+
+    def line(self, eps: float) -> tuple[Floats, Floats, Floats, Floats]:
+        """Weights and biases, what they leave over, and what rounding allows of its squares."""
+        fitted = line(
+            self.normalized(eps), self.y, self.valid, (1,), self.lead.with_bias, self.fixed
+        )
+        # The sum of product and bias may be small where both are not.
+        added = fitted.count * np.square(self.relative * fitted.bias)
+        return fitted.weight, fitted.bias, fitted.left, self.allowed + added[:, 0]
 
     def passes(self, eps: float) -> bool:
         """Whether weights exist with which rounding explains all that is left."""
@@ -387,9 +401,15 @@ class _Trial:
         """The fit on all data, None where it says nothing of statistics."""
         usual = [eps for eps in usual_eps(self.formula, self.pair)
                  if eps in self.tried and self.tried[eps][1] <= 1.0]  # fmt: skip
+        if not usual:
+            for formula, eps, own in self.relatives():
+                if self.passes(own):
+                    interval = self.interval(own)
+                    scaled = interval[0] * (eps / own), interval[1] * (eps / own)
+                    return self.confirmed(fitter, eps, scaled, False, formula)
         best, fitted = (usual[0], False) if usual else (self.nearest(), True)
         if not self.passes(best):
-            return self.confirmed(fitter, best, (best, best), True)
+            return self.refuted(best)
         interval = self.interval(best)
         unbounded = interval[1] == math.inf and (not self.lead.center or fitted)
         if unbounded or (fitted and best > 10 * self.middle):
@@ -399,6 +419,20 @@ class _Trial:
             around = 0.1 * (interval[1] - interval[0])
             best = roundest(max(best - around, interval[0]), min(best + around, interval[1]))
         return self.confirmed(fitter, best, interval, fitted)
+
+    def relatives(self) -> Iterator[tuple[Formula, float, float]]:
+        """Formulas that differ by a constant factor: an eps in use, and what it is here."""
+        n = self.lead.statistics.count
+        if self.formula.correction or not isinstance(n, float) or self.lead.statistics.running:
+            return
+        h, _ = self.formula.exponents
+        sample = replace(self.formula, correction=1)
+        length = replace(self.formula, scale="l2")
+        for formula, factor in ((sample, n / (n - 1)), (length, n)):
+            known = formula in CENTRED or formula in UNCENTRED
+            for eps in usual_eps(formula, self.pair) if known else ():
+                if eps:
+                    yield formula, eps, eps / factor**h
 
     def nearest(self) -> float:
         """The eps with the least left over: a golden section around the best one tried."""
@@ -456,11 +490,32 @@ class _Trial:
                 outside = middle
         return outside
 
+    def refuted(self, eps: float) -> Fit:
+        """How near it comes, with weights for the sample alone."""
+        lead = self.lead
+        w, b, left, allowed = self.line(eps)
+        off = np.abs(left)
+        affine = Affine(lead.dimensions, w, b, "given" if self.fixed else "fitted",
+                        "fitted" if lead.with_bias else "none")  # fmt: skip
+        misfit = math.sqrt(float(np.square(off).sum()) / float(allowed.sum()))
+        worst = math.sqrt(float((np.square(off).sum(1) / allowed).max()))
+        return Fit(
+            lead.sharing, self.formula, affine, eps, (eps, eps), True,
+            residual=float(off.max()), mean_residual=float(off.mean()),
+            tolerance=math.sqrt(float(allowed.max()) / off.shape[1]),
+            worst=worst, misfit=misfit, fits=False, least=misfit, statistics=lead.statistics,
+        )  # fmt: skip
+
     def confirmed(
-        self, fitter: _Fitter, eps: float, interval: tuple[float, float], fitted: bool
+        self,
+        fitter: _Fitter,
+        eps: float,
+        interval: tuple[float, float],
+        fitted: bool,
+        formula: Formula | None = None,
     ) -> Fit | None:
         """Weights fitted to all data, and every element held against them."""
-        pair, lead, formula = self.pair, self.lead, self.formula
+        pair, lead, formula = self.pair, self.lead, formula or self.formula
         sharing, statistics = lead.sharing, lead.statistics
         shape = sharing.expanded
         x, y = pair.x.reshape(shape), fitter.y.reshape(shape)
@@ -469,7 +524,8 @@ class _Trial:
             u = u * np.broadcast_to(fitter.weight, pair.shape).reshape(shape)
         others = tuple(i for i in range(len(shape)) if i not in lead.dimensions)
         valid = None if pair.mask is None else pair.mask.reshape(shape)
-        w, b, each, _ = line(u, y, valid, others, lead.with_bias, self.fixed)
+        fitted_line = line(u, y, valid, others, lead.with_bias, self.fixed)
+        w, b = fitted_line.weight, fitted_line.bias
         (known,) = fitter.affine_of(sharing) if self.fixed or fitter.bias is not None else (None,)
         picked = tuple(shape[i] for i in lead.dimensions)
         weight = fitter.weight if self.fixed else spread(w, pair.shape, sharing, lead.dimensions)
@@ -485,11 +541,11 @@ class _Trial:
             known.offset if known is not None else 0.0,
         )
         fit = confirm(
-            pair, statistics, formula, affine, weight, bias, eps, interval, fitted, leeway=2.0
+            pair, statistics, formula, affine, weight, bias, eps, interval, fitted, line=fitted_line
         )
         fit = replace(fit, least=fit.misfit)
         freedom = pair.x.size - affine.fitted - fit.eps_fitted
         size = math.sqrt(float(np.square(fitter.y).mean()))
         bits = freedom * math.log2(max(size / max(fit.tolerance, 1e-300), 1.0))
-        enough = bits >= EVIDENCE_BITS and float(each.min()) >= 1
+        enough = bits >= EVIDENCE_BITS
         return replace(fit, fits=fit.fits and enough)

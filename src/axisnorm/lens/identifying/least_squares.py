@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .evidence import Floats
 
-__all__ = ["left_over", "line"]
+__all__ = ["Line", "line"]
 
 
-def left_over(
-    u: Floats, y: Floats, valid: NDArray[np.bool_] | None, with_bias: bool, *, fixed: bool = False
-) -> Floats:
-    """The sum of squares of every row that weights, and biases, leave over."""
-    _, _, _, left = line(u, y, valid, (1,), with_bias, fixed)
-    return np.square(left).sum(1)
+@dataclass(frozen=True, eq=False)
+class Line:
+    """y = w u + b, fitted to the elements along some axes."""
+
+    axes: tuple[int, ...]
+    """Along which one weight and one bias hold."""
+    weight: Floats
+    bias: Floats
+    count: Floats
+    """How many elements each was fitted to."""
+    left: Floats
+    """What is left of y."""
+    about: Floats
+    """What the weight multiplies, less its mean where a bias was fitted."""
+    with_bias: bool
+    fixed: bool
+
+    @property
+    def leverage(self) -> Floats:
+        """How much of an element's own error the fit takes up, between 0 and 1."""
+        taken = 1.0 / self.count if self.with_bias else np.zeros_like(self.count)
+        if self.fixed:
+            return taken
+        square = np.square(self.about)
+        total = square.sum(self.axes, keepdims=True)
+        return taken + np.divide(square, total, out=np.zeros_like(square), where=total > 0)
+
+    def reach(self, errors: Floats, valid: NDArray[np.bool_] | None) -> Floats:
+        """How far errors of y up to these move the fit at each element, at least by its own.
+
+        By Cauchy and Schwarz, as the squares of an element's row of the projection sum to its
+        leverage: needed where a mask leaves a weight some large outputs and some small ones.
+        Without one the errors of an element's row mostly cancel.
+        """
+        if valid is None:
+            return errors
+        total = np.where(valid, np.square(errors), 0.0).sum(self.axes, keepdims=True)
+        return np.maximum(np.sqrt(self.leverage * total), errors)
 
 
 def line(
@@ -28,7 +60,7 @@ def line(
     axes: tuple[int, ...],
     with_bias: bool,
     fixed: bool,
-) -> tuple[Floats, Floats, Floats, Floats]:
+) -> Line:
     """The weight and bias of y = w u + b for the elements along ``axes``.
 
     Args:
@@ -38,16 +70,13 @@ def line(
         axes: along which one weight holds.
         with_bias: fit a bias too; else it is 0.
         fixed: the weight is 1.
-
-    Returns:
-        Weight, bias, the number of elements, and what is left of y, all of u's number of axes.
     """
-    count: Any
+    count: Floats
     if valid is not None:
         u, y = np.where(valid, u, 0.0), np.where(valid, y, 0.0)
-        count = np.maximum(valid.sum(axes, keepdims=True), 1)
+        count = np.maximum(valid.sum(axes, keepdims=True), 1.0)
     else:
-        count = np.full((1,) * u.ndim, math.prod(u.shape[i] for i in axes))
+        count = np.full((1,) * u.ndim, float(math.prod(u.shape[i] for i in axes)))
     if with_bias:
         mu, my = u.sum(axes, keepdims=True) / count, y.sum(axes, keepdims=True) / count
         uc, yc = u - mu, y - my
@@ -57,11 +86,10 @@ def line(
         mu = my = np.zeros((1,) * u.ndim)
         uc, yc = u, y
     if fixed:
-        w: Any = np.ones((1,) * u.ndim)
+        w = np.ones((1,) * u.ndim)
     else:
         uu = (uc * uc).sum(axes, keepdims=True)
         uy = (uc * yc).sum(axes, keepdims=True)
         w = np.divide(uy, uu, out=np.zeros_like(uy), where=uu > 0)
     b = my - w * mu
-    left = yc - w * uc
-    return w, b, count, left
+    return Line(axes, w, b, count, yc - w * uc, uc, with_bias, fixed)

@@ -62,10 +62,11 @@ def _is_map(pair: Pair, places: NDArray[np.int64], with_bias: bool) -> bool:
     """Whether each row of elements is one number times the input plus a number."""
     x, y = pair.x.ravel()[places], pair.y.ravel()[places]
     valid = None if pair.mask is None else pair.mask.ravel()[places]
-    w, b, _, left = line(x, y, valid, (1,), with_bias, False)
-    allowed = pair.noise.bound(2, np.abs(y), np.abs(w), 0.0, np.abs(b))
-    allowed = allowed + 4 * pair.noise.compute * np.abs(w * x)
-    return bool((np.abs(left) <= 2 * allowed).all())
+    fitted = line(x, y, valid, (1,), with_bias, False)
+    w, b = np.abs(fitted.weight), np.abs(fitted.bias)
+    allowed = pair.noise.bound(2, np.abs(y), w, 0.0, b)
+    allowed = allowed + 4 * pair.noise.compute * w * np.abs(x)
+    return bool((np.abs(fitted.left) <= 2 * allowed).all())
 
 
 def _unusual(axes: tuple[int, ...], ndim: int) -> int:

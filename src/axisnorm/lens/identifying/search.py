@@ -11,6 +11,7 @@ import numpy as np
 
 from .evidence import (
     SAMPLED,
+    UNITS,
     Floats,
     Pair,
     Screened,
@@ -36,16 +37,19 @@ from .fitting import with_fitted_weights
 from .hypotheses import CENTRED, UNCENTRED, Formula, Sharing, roundest, sharings
 from .maps import maps
 
-__all__ = ["known_fits", "nearest_screened", "ruled_out", "search"]
+__all__ = ["known_fits", "nearest", "nearest_screened", "ruled_out", "search"]
 
 KEPT = 24
 """So many sets of axes that pass the screening are looked at closely, of small arrays more."""
 
 KEPT_ELEMENTS = 1 << 20
 
+NEAREST = 6
+"""So many sets of axes that do not fit are looked at, to say how near they come."""
+
 
 def search(pair: Pair, given: Given, *, fitting: bool = True) -> list[Fit]:
-    """Every hypothesis that fits, and the nearest of those that do not.
+    """Every hypothesis that fits, and those with fitted weights that came near.
 
     Without fitted weights first: a hypothesis that needs none is simpler than any that does.
     """
@@ -131,32 +135,68 @@ def _with_known_weights(
     weight: Floats | None,
     bias: Floats | None,
 ) -> Iterator[Fit]:
-    found = False
-    fitting = [sharing for sharing in every if affine_of(sharing)]
-    screened = screen(pair, fitting, weight, bias)
-    screened.sort(key=lambda s: s.misfit)
+    screened = _screened(pair, every, affine_of, weight, bias)
     passed = [s for s in screened if s.misfit <= s.allowed]
     scale = _scale(pair, weight, bias)
     if scale is not None:
         passed = list(_alike_in_all_groups(pair, passed, scale))
     for one in passed[: max(KEPT, KEPT_ELEMENTS // pair.x.size)]:
+        if pair.x.size > SAMPLED and pair.noise.compute >= UNITS["float32"]:
+            # For a computation in double, sums are not exact enough to refute anything.
+            (rough,) = rough_statistics(pair, [one.sharing])
+            if not _possible(pair, rough, one.center, weight, bias):
+                continue
         statistics = pair.statistics(one.sharing)
         (affine,) = affine_of(one.sharing)
-        for fit in _read_formulas(pair, statistics, one.center, affine, weight, bias):
-            found = True
-            yield fit
+        yield from _read_formulas(pair, statistics, one.center, affine, weight, bias)
     for statistics in running_statistics(pair, given):
         for affine in affine_of(statistics.sharing):
             for center in (True, False):
-                for fit in _read_formulas(pair, statistics, center, affine, weight, bias):
-                    found = True
-                    yield fit
-    if not found:
-        # The nearest, so that it can be said how near they come.
+                yield from _read_formulas(pair, statistics, center, affine, weight, bias)
+
+
+def nearest(pair: Pair, given: Given) -> Iterator[Fit]:
+    """The plain formula over the sets of axes that come nearest, where nothing fits."""
+    every = list(_distinct(sharings(pair.shape)))
+    for affine_of, weight, bias in assignments(pair, given):
+        screened = _screened(pair, every, affine_of, weight, bias)
         near = [one for one in screened if one.sharing.split is None] or screened
-        for one in near[:6]:
+        for one in near[:NEAREST]:
             (affine,) = affine_of(one.sharing)
             yield _nearest(pair, pair.statistics(one.sharing), one.center, affine, weight, bias)
+
+
+def _screened(
+    pair: Pair,
+    every: Sequence[Sharing],
+    affine_of: AffineOf,
+    weight: Floats | None,
+    bias: Floats | None,
+) -> list[Screened]:
+    """The sets of axes that the parameters fit, the nearest first."""
+    fitting = [sharing for sharing in every if affine_of(sharing)]
+    return sorted(screen(pair, fitting, weight, bias), key=lambda s: s.misfit)
+
+
+def _formulas(statistics: Statistics, center: bool) -> list[Formula]:
+    formulas = CENTRED if center else UNCENTRED
+    return [f for f in formulas if not statistics.running or for_running(f)]
+
+
+def _possible(
+    pair: Pair,
+    statistics: Statistics,
+    center: bool,
+    weight: Floats | None,
+    bias: Floats | None,
+) -> bool:
+    """Whether a sample leaves a formula open."""
+    few = measure(pair, statistics, center, weight, bias, sampled=True)
+    formulas = [f for f in _formulas(statistics, center) if not few.refutes(f)]
+    if not formulas:
+        return False
+    possible = any(eps_interval(few, formula) is not None for formula in formulas)
+    return possible or _free_correction(few, statistics, center) is not None
 
 
 def _scale(pair: Pair, weight: Floats | None, bias: Floats | None) -> float | None:
@@ -182,7 +222,8 @@ def _alike_in_all_groups(
             values = sums.of(one.sharing, thin=True) / n
             least, most = float(values.min()), float(values.max())
             # One factor for variances so different is possible where eps is much larger.
-            inner = max(scale**power / most ** (-power / 2) for power in (-1.0, -2.0))
+            inner = float(max(np.float64(scale) ** p / np.float64(most) ** (-p / 2)
+                              for p in (-1.0, -2.0)))  # fmt: skip
             if most - least > 16 * pair.noise.relative(n) * most * max(1.0, inner):
                 continue
         yield one
@@ -197,15 +238,12 @@ def _read_formulas(
     bias: Floats | None,
 ) -> Iterator[Fit]:
     """The formulas that give the factor of every group, with the eps that the factors show."""
-    formulas = list(CENTRED if center else UNCENTRED)
-    if statistics.running:
-        formulas = [formula for formula in formulas if for_running(formula)]
-    if pair.x.size > SAMPLED:
-        few = measure(pair, statistics, center, weight, bias, sampled=True)
-        possible = any(eps_interval(few, formula) is not None for formula in formulas)
-        if not possible and _free_correction(few, statistics, center) is None:
-            return
+    if pair.x.size > SAMPLED and not _possible(pair, statistics, center, weight, bias):
+        return
     factors = measure(pair, statistics, center, weight, bias)
+    formulas = [f for f in _formulas(statistics, center) if not factors.refutes(f)]
+    if not formulas:
+        return
     correction = _free_correction(factors, statistics, center)
     if correction is not None:
         formulas.append(Formula(center, "auto", correction, "variance"))
@@ -215,7 +253,10 @@ def _read_formulas(
             continue
         nearest = factors.nearest_eps(formula, interval)
         for eps, fitted in _eps_choices(interval, nearest, formula, pair):
-            fit = confirm(pair, statistics, formula, affine, weight, bias, eps, interval, fitted)
+            hypothesis = pair, statistics, formula, affine, weight, bias, eps, interval, fitted
+            if pair.x.size > SAMPLED and not confirm(*hypothesis, sampled=True).fits:
+                continue
+            fit = confirm(*hypothesis)
             if fit.fits:
                 yield replace(fit, least=factors.misfit_of(formula, nearest))
                 break

@@ -30,7 +30,7 @@ from .hypotheses import (
 from .identification import Candidate, Decision, Identification, axes_in_words
 from .maps import Map, maps
 from .mistakes import mistake_of, twice
-from .search import known_fits, nearest_screened, ruled_out, search
+from .search import known_fits, nearest, nearest_screened, ruled_out, search
 
 __all__ = ["Study", "map_in_words"]
 
@@ -119,11 +119,17 @@ class Study:
             fits = [fit for fit in attempt.fits if fit.fits]
             if fits:
                 found = replace(attempt, fits=fits)
-                if all(self.varies_along_batch(fit) for fit in fits):
-                    return self.without_batch_weights() or found
-                return found
+                if not all(self.varies_along_batch(fit) for fit in fits):
+                    return found
+                other = self.without_batch_weights()
+                if other is not None:
+                    return other
+                if not all(self.any_factor(fit) for fit in fits):
+                    return found
+                continue
             if not self.nearest:
-                self.nearest = sorted(attempt.fits, key=lambda fit: fit.misfit)
+                near = [*attempt.fits, *nearest(attempt.pair, self.given)]
+                self.nearest = sorted(near, key=lambda fit: fit.misfit)
             if attempt.last_plain:
                 self.maps = self.plain_maps()
                 if any(not m.trivial for m in self.maps):
@@ -134,6 +140,11 @@ class Study:
         """Whether a fitted weight has values for each sample: seldom meant, often a mask."""
         own = set(fit.sharing.dimensions(0)) & set(fit.affine.dimensions)
         return fit.affine.fitted > 0 and len(self.shape) > 1 and bool(own)
+
+    def any_factor(self, fit: Fit) -> bool:
+        """Whether each group has a fitted weight of its own, which takes up any divisor."""
+        kept = {i for i in fit.sharing.kept if fit.sharing.expanded[i] > 1}
+        return not fit.running and kept <= set(fit.affine.dimensions)
 
     def without_batch_weights(self) -> _Found | None:
         """A mask or a second norm in place of weights for each sample."""
@@ -183,11 +194,11 @@ class Study:
         if inputs is not None and abs(inputs - digits) <= 1:
             input_quantum = 0.5 * 10.0**-inputs
         noise = replace(noise, quantum=quantum, input_quantum=input_quantum)
-        yield replace(self.pair, noise=noise, decimals=digits)
+        yield self.pair.with_noise(noise, digits)
         single = UNITS["float32"]
         if noise.compute < single:
             noise = replace(noise, unit=single, compute=single)
-            yield replace(self.pair, noise=noise, decimals=digits)
+            yield self.pair.with_noise(noise, digits)
 
     def with_fitted_parameters(self, pair: Pair) -> Iterator[_Found]:
         """Without the parameters that came: perhaps others were used."""
@@ -209,7 +220,7 @@ class Study:
             return
         what = "ReLU" if float(self.pair.y.min()) == 0 else "mask"
         for inside in (False, True):
-            pair = replace(self.pair, mask=~zero, masked_statistics=inside)
+            pair = self.pair.with_mask(~zero, statistics=inside)
             where = "left out of the statistics too" if inside else "counted in the statistics"
             note = f"{count:,} outputs are 0, as after a {what}; these elements are {where}."
             yield _Found(search(pair, self.given, fitting=fitting), pair, (note,))
@@ -224,14 +235,15 @@ class Study:
         for first, middle in self.first_norms():
             # Before its eps is known, the first norm is only nearly right.
             noise = replace(pair.noise, compute=max(pair.noise.compute, 1e-4))
-            off = nearest_screened(replace(pair, x=middle, noise=noise), given)
+            off = nearest_screened(pair.with_input(middle).with_noise(noise), given)
             if off <= 1:
                 near.append((off, first))
         near.sort(key=lambda one: one[0])
         for (_, first), eps in itertools.product(near[:FIRST_NORMS], USUAL_EPS[:6]):
             scheme = first.replace(eps=eps)
-            after = replace(pair, x=self.normalized(scheme))
-            fits = list(known_fits(after, given, whole_only=True))
+            after = pair.with_input(self.normalized(scheme))
+            # A second norm with an eps of its own fits any factor near 1.
+            fits = [f for f in known_fits(after, given, whole_only=True) if not f.eps_fitted]
             if fits:
                 yield _Found(fits, after, (), scheme)
                 return
@@ -546,7 +558,13 @@ class Study:
                 f" The nearest is '{near[0].scheme}', off by up to {near[0].residual:.2g} where "
                 f"rounding explains {near[0].tolerance:.2g}."
             )
-        return Identification(tuple(near), None, self.shape, self.dtypes, reason)
+        notes: tuple[str, ...] = ()
+        if sum(n > 1 for n in self.shape) == 1 or self.shape[0] == 1:
+            notes = (
+                "With a weight for each element of this one sample any output fits: give the "
+                "weight and bias that were used, or an input of several samples.",
+            )
+        return Identification(tuple(near), None, self.shape, self.dtypes, reason, notes)
 
 
 def map_in_words(axes: Sequence[int], ndim: int) -> str:
