@@ -23,7 +23,7 @@ demo: setup
 test: setup lint
 	$(PYTHON) -m pytest -n auto
 	$(PYTHON) -m pytest --doctest-modules --pyargs axisnorm
-	$(PYTHON) -m pytest --doctest-glob='*.md' README.md docs/onnx-export.md
+	$(PYTHON) -m pytest --doctest-glob='*.md' README.md docs/onnx-export.md docs/swap.md
 
 # The oldest torch and NumPy that are supported, outside `test`: the wheel of torch is gigabytes.
 # Nothing here needs another library's models, exporters or a browser.

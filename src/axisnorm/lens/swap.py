@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 try:
@@ -18,13 +18,18 @@ except ModuleNotFoundError as error:
     ) from error
 from torch.utils._pytree import tree_leaves
 
-from .. import _route, functional, nn
+from .. import _route, nn
 from ..scheme import ArgumentError
 from .audit import Audit, Norm, audit
 from .explain import with_article
 from .identify import tolerance
 from .models.observe import Call, observed, run, unchanged, uncompiled
 from .result import Result
+from .swapping.calls import Calls
+from .swapping.classes import Proof, door_name, generated, originals
+from .swapping.probing import NoNorm, NotProved
+from .swapping.proving import attributes_of, check_drop_in, could_be_a_norm, prove
+from .swapping.sums import SUM_NORMS, Block, block_of
 
 __all__ = ["Left", "Replaced", "Swap", "swap"]
 
@@ -35,26 +40,7 @@ DROP_INS: Mapping[type, type[torch.nn.Module]] = {
         "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d",
     )
 }  # fmt: skip
-"""By exact type: a subclass may have changed anything."""
-
-_ROUNDED_FIRST = (
-    "llama.LlamaRMSNorm", "mistral.MistralRMSNorm", "mixtral.MixtralRMSNorm",
-    "qwen2.Qwen2RMSNorm", "qwen2_moe.Qwen2MoeRMSNorm", "qwen3.Qwen3RMSNorm",
-    "qwen3_moe.Qwen3MoeRMSNorm", "phi3.Phi3RMSNorm", "deepseek_v3.DeepseekV3RMSNorm",
-    "granite.GraniteRMSNorm", "smollm3.SmolLM3RMSNorm", "glm.GlmRMSNorm", "mamba.MambaRMSNorm",
-)  # fmt: skip
-FOREIGN: Mapping[str, tuple[str, float]] = {
-    **dict.fromkeys(_ROUNDED_FIRST, ("before_affine", 0.0)),
-    "olmo2.Olmo2RMSNorm": ("once", 0.0),
-    "gemma.GemmaRMSNorm": ("once", 1.0),
-    "gemma2.Gemma2RMSNorm": ("once", 1.0),
-    "gemma3.Gemma3RMSNorm": ("once", 1.0),
-}
-"""RMSNorm classes of transformers.models by module and name: rounding, and weight offset.
-
-Their weight is ``weight``. Which rounding they have only shows in half types, so it is known
-here and not concluded from a float32 input.
-"""
+"""By exact type: a subclass may have changed anything, and is probed."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +85,15 @@ class Swap(Result):
     left: tuple[Left, ...]
     largest_difference: float
     """Between the model's outputs before and after."""
-    _undo: list[tuple[torch.nn.Module, type]] = field(repr=False)
+    _undo: list[_Change] = field(repr=False)
     seconds: tuple[float, float] | None = None
     """Of one forward before and after, where they were measured: medians of up to seven."""
 
     def undo(self) -> None:
-        """Give every module its class back. Parameters and buffers never changed."""
+        """Give every module its class back. Parameters and buffers never changed.
+
+        A module whose class has changed once more since then stays as it is.
+        """
         _restore(self._undo)
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,10 +113,16 @@ class Swap(Result):
 def swap(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Swap:
     """Replace in place the norms that are shown to compute what this library's do.
 
-    The model is audited on the inputs. A norm is replaced if its class is exactly one of
-    torch.nn's (or a known one of transformers), if it was shown to compute what it declares, and
-    if this library's forward gives its output again on the very input that it had. Modules keep
-    their identity, parameters, buffers and hooks; ``isinstance`` and ``state_dict`` are as before.
+    The model is audited on the inputs. A norm is replaced if this library's forward agrees with
+    its own, in value and in every gradient, on fresh inputs that tell norms apart, and in value on
+    the very input that it had. A module of exactly one of torch.nn's classes gets the class of
+    :mod:`axisnorm.nn`; one of any other class, whatever it is called, a subclass of its own whose
+    forward computes by this library what was proved, and by its own code everything else. A block
+    that ends in the norm of a residual sum gives the norm the two terms, if its forward does
+    nothing but call modules and add.
+
+    Modules keep their identity, parameters, buffers and hooks; ``isinstance``, ``state_dict`` and
+    the train or eval mode are as before. Why a norm is left stands in ``left``.
 
     Args:
         model: the model, changed in place.
@@ -156,34 +151,22 @@ def swap(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Swap:
         )
     model = uncompiled(model)
     found = audit(model, *args, **kwargs)
+    calls = Calls.of(model, args, kwargs)
     left: list[Left] = []
-    wanted: dict[str, tuple[torch.nn.Module, type[torch.nn.Module], Callable[..., Any]]] = {}
-    for norm in found.norms:
-        if norm.kind == "function":
-            left.append(Left(norm.path, norm.cls, "a function call, not a module"))
-            continue
-        module = model.get_submodule(norm.path)
-        reason = _reason(norm, module)
-        if reason:
-            left.append(Left(norm.path, norm.cls, reason))
-        else:
-            wanted[norm.path] = (module, type(module), _replacement(type(module)).forward)
-
+    wanted = _wanted(model, found, calls, left)
     before, differences = _rehearse(model, args, kwargs, wanted)
     replaced: list[Replaced] = []
-    changed: list[tuple[torch.nn.Module, type]] = []
+    changed: list[_Change] = []
     try:
-        for path, (module, kind, _) in wanted.items():
+        for path, plan in wanted.items():
             largest, allowed = differences[path]
             if not largest <= allowed:
                 reason = f"the outputs differ by {largest:.2g}, rounding explains {allowed:.2g}"
-                left.append(Left(path, kind.__name__, reason))
+                left.append(Left(path, plan.module_kind.__name__, reason))
                 continue
-            changed.append((module, kind))
-            new = _replacement(kind)
-            module.__class__ = new
-            home = f"{nn.__name__}.{new.__name__}" if kind in DROP_INS else "axisnorm.rms_norm"
-            replaced.append(Replaced(path, kind.__name__, home, largest, allowed))
+            changed.append(_Change.of(plan.module, plan.kind))
+            replaced.append(Replaced(path, plan.module_kind.__name__, plan.home, largest, allowed))
+        replaced = _with_sums(model, calls, replaced, changed)
         with unchanged(model):
             after = run(model, args, kwargs)
     except BaseException:
@@ -199,44 +182,163 @@ def swap(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Swap:
     )
 
 
-def _restore(changed: list[tuple[torch.nn.Module, type]]) -> None:
+@dataclass(frozen=True)
+class _Change:
+    """A module's class, before and after."""
+
+    module: torch.nn.Module
+    before: type
+    after: type
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, after: type) -> _Change:
+        change = cls(module, type(module), after)
+        module.__class__ = after
+        return change
+
+
+def _restore(changed: list[_Change]) -> None:
     while changed:
-        module, kind = changed.pop()
-        module.__class__ = kind
+        change = changed.pop()
+        if type(change.module) is change.after:
+            change.module.__class__ = change.before
 
 
-def _reason(norm: Norm, module: torch.nn.Module) -> str:
-    """Why a norm is left as it is, empty if it can be replaced."""
+# --------------------------------------------------------------------------------------------
+# What is replaced by what
+
+
+@dataclass(frozen=True)
+class _Plan:
+    module: torch.nn.Module
+    module_kind: type
+    kind: type[torch.nn.Module]
+    """The class that it gets."""
+    home: str
+    """What computes then."""
+
+
+def _wanted(
+    model: torch.nn.Module, found: Audit, calls: Calls, left: list[Left]
+) -> dict[str, _Plan]:
+    """The norms that were proved, in the order in which they ran; the rest goes to ``left``."""
+    known: dict[Any, Proof | type[torch.nn.Module] | NotProved] = {}
+    norms = {norm.path: norm for norm in found.norms if norm.kind == "module"}
+    paths = dict.fromkeys(norms)
+    # Norms that no audit knows, by what they compute.
+    paths |= dict.fromkeys(
+        path
+        for path, module in calls.leaves(model)
+        if could_be_a_norm(module) or _is_called_norm(module)
+    )
+    sharded = {id(module) for one in model.modules() if _shards(one) for module in one.modules()}
+    wanted: dict[str, _Plan] = {}
+    for path in sorted(paths, key=calls.order):
+        module, norm = model.get_submodule(path), norms.get(path)
+        try:
+            _check_module(module, norm, is_sharded=id(module) in sharded)
+            wanted[path] = _plan(module, norm, path, calls, known)
+        except NotProved as refusal:
+            known_as_norm = norm is not None or _is_called_norm(module)
+            if known_as_norm or not isinstance(refusal, NoNorm):
+                left.append(Left(path, type(module).__name__, str(refusal)))
+    for norm in found.norms:
+        # What a replaced module calls is replaced with it.
+        if norm.kind != "module" and not any(
+            norm.path.startswith(f"{path}:" if path else "") for path in wanted
+        ):
+            left.append(Left(norm.path, norm.cls, "a function call, not a module"))
+    return wanted
+
+
+def _shards(module: torch.nn.Module) -> bool:
+    """Whether FSDP, of either kind, keeps the parameters of this module and those inside."""
+    names = {base.__name__ for base in type(module).__mro__}
+    return bool(names & {"FSDPModule", "FullyShardedDataParallel"})
+
+
+def _is_called_norm(module: torch.nn.Module) -> bool:
+    """Whether somebody will ask why it was left."""
     kind = type(module)
-    if kind.__module__.startswith("axisnorm."):
-        return "is this library's already"
-    codes = {finding.code for finding in norm.findings}
-    if "bypassed" in codes:
-        return "bypassed in eval: torch's fused encoder layer computes it itself"
-    if "not-run" in codes:
-        return "did not run on this input"
-    if kind not in DROP_INS and _foreign_name(kind) not in FOREIGN:
-        return "not exactly a class that is known"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    if module._forward_pre_hooks or module._forward_hooks:
-        return "has forward hooks"
-    if module._backward_pre_hooks or module._backward_hooks:
-        return "has backward hooks"
+    own = not kind.__module__.startswith(("torch.", "axisnorm."))
+    return own and "norm" in kind.__name__.lower() and next(module.children(), None) is None
+
+
+def _plan(
+    module: torch.nn.Module,
+    norm: Norm | None,
+    path: str,
+    calls: Calls,
+    known: dict[Any, Proof | type[torch.nn.Module] | NotProved],
+) -> _Plan:
+    """What a norm becomes; raises NotProved with the reason where it stays."""
+    kind = type(module)
+    if kind in DROP_INS:
+        assert norm is not None
+        _check_audited(norm)
+    signatures = calls.signatures(path, bare=kind not in DROP_INS)
+    key = (kind, attributes_of(module), frozenset(signatures))
+    if key not in known:
+        try:
+            if kind in DROP_INS:
+                for signature in signatures:
+                    check_drop_in(module, DROP_INS[kind].forward, signature)
+                known[key] = DROP_INS[kind]
+            else:
+                known[key] = prove(module, signatures)
+        except NotProved as refusal:
+            # That its formula has no kernel says more than that it is not another formula.
+            known[key] = type(refusal)(_without_kernel(norm) or str(refusal))
+    result = known[key]
+    if isinstance(result, NotProved):
+        raise result
+    if isinstance(result, Proof):
+        home = f"axisnorm.{door_name(result.formula)}"
+        return _Plan(module, kind, generated(kind, result), home)
+    return _Plan(module, kind, result, f"{nn.__name__}.{result.__name__}")
+
+
+def _check_module(module: torch.nn.Module, norm: Norm | None, *, is_sharded: bool) -> None:
+    """Refuse a module that is more than its class and its parameters."""
+    kind = type(module)
+    codes = {finding.code for finding in norm.findings} if norm is not None else set()
     tensors = [*module.parameters(), *module.buffers()]
-    if any(type(tensor) not in (torch.nn.Parameter, torch.Tensor) for tensor in tensors):
-        return "its parameters are not plain tensors"
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return "not on the CPU"
+    reasons = {
+        "is this library's already": kind.__module__.startswith("axisnorm.") or kind in originals,
+        "bypassed in eval: torch's fused encoder layer computes it itself": "bypassed" in codes,
+        "did not run on this input": "not-run" in codes,
+        "FSDP shards its parameters": is_sharded,
+        "its parameters are parametrized": torch.nn.utils.parametrize.is_parametrized(module),
+        "it is quantized": "quantized" in kind.__module__,
+        "its forward was replaced on the instance": "forward" in vars(module),
+        "has forward hooks": module._forward_pre_hooks or module._forward_hooks,
+        "has backward hooks": module._backward_pre_hooks or module._backward_hooks,
+        "its parameters are not plain tensors": any(
+            type(tensor) not in (torch.nn.Parameter, torch.Tensor) for tensor in tensors
+        ),
+        "not on the CPU": any(tensor.device.type != "cpu" for tensor in tensors),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            # Of a module that no audit calls a norm, nothing is known yet.
+            raise NotProved(reason) if norm is not None else NoNorm(reason)
+
+
+def _check_audited(norm: Norm) -> None:
+    """Refuse one of torch.nn's norms that was not seen to compute what it says, or is fast."""
     if norm.scheme is None or not norm.verified:
         problem = next((f.message for f in norm.findings if f.code in
                         ("not-verified", "declared-mismatch")), "it was not verified")  # fmt: skip
-        return problem.rstrip(".")
-    if kind not in DROP_INS:
-        rounding, offset = FOREIGN[_foreign_name(kind)]
-        scheme = norm.scheme.replace(rounding=rounding)
-        if scheme.center or scheme.weight_offset != offset or scheme.scale != "auto":
-            return f"computes '{norm.scheme}', which is not what its class is known for"
+        raise NotProved(problem.rstrip("."))
+    reason = _without_kernel(norm)
+    if reason:
+        raise NotProved(reason)
+
+
+def _without_kernel(norm: Norm | None) -> str:
+    """That this library has no kernel for what a norm was shown to compute, empty if it has."""
+    if norm is None or norm.scheme is None or not norm.verified:
+        return ""
     assert norm.shape is not None
     assert norm.dtype is not None
     route = _route.choose(
@@ -246,16 +348,48 @@ def _reason(norm: Norm, module: torch.nn.Module) -> str:
         affine=bool(norm.affine_shape),
         running=norm.scheme.statistics == "running",
     )
-    if route.engine != "native":
-        return f"no native kernel ({route.reason}): torch's own is faster"
-    return ""
+    native = route.engine == "native"
+    return "" if native else f"no native kernel ({route.reason}): torch's own is faster"
+
+
+def _with_sums(
+    model: torch.nn.Module, calls: Calls, replaced: list[Replaced], changed: list[_Change]
+) -> list[Replaced]:
+    """Give blocks that end in the norm of a sum, and their norms, classes that know it."""
+    fused = set()
+    known: dict[Any, Block | None] = {}
+    befores = {id(change.module): change.before for change in changed}
+    for path, block in list(model.named_modules()):
+        norms = {
+            name: befores[id(child)]
+            for name, child in block.named_children()
+            if befores.get(id(child)) in SUM_NORMS
+        }
+        inputs = calls.inputs(path)
+        if not norms or inputs is None:
+            continue
+        children = tuple((n, type(c), attributes_of(c)) for n, c in block.named_children())
+        key = (type(block), attributes_of(block), children, tuple(inputs))
+        if key not in known:
+            known[key] = block_of(block, norms, inputs)
+        found = known[key]
+        if found is not None:
+            norm = block.get_submodule(found.norm)
+            changed += [_Change.of(block, found.kind), _Change.of(norm, found.norm_kind)]
+            fused.add(id(norm))
+    return [
+        replace(one, after="axisnorm.nn.AddLayerNorm" if one.before == "LayerNorm"
+                else "axisnorm.nn.AddRMSNorm")
+        if id(model.get_submodule(one.path)) in fused else one
+        for one in replaced
+    ]  # fmt: skip
 
 
 def _rehearse(
     model: torch.nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    wanted: Mapping[str, tuple[torch.nn.Module, type, Callable[..., Any]]],
+    wanted: Mapping[str, _Plan],
 ) -> tuple[Any, dict[str, tuple[float, float]]]:
     """Run the model as it is, and beside each wanted module its replacement on the same input."""
     found: dict[str, tuple[float, float]] = dict.fromkeys(wanted, (math.inf, 0.0))
@@ -264,10 +398,10 @@ def _rehearse(
     def finished(call: Call, output: Any) -> None:
         if call.path not in wanted:
             return
-        module, _, forward = wanted[call.path]
+        plan = wanted[call.path]
         # The replacement must neither count a batch twice nor draw random numbers.
-        with unchanged(module):
-            again = forward(module, *call.args, **call.kwargs)
+        with unchanged(plan.module):
+            again = plan.kind.forward(plan.module, *call.args, **call.kwargs)
         difference = _largest_difference(output, again)
         allowed = math.inf
         if isinstance(output, torch.Tensor):
@@ -289,6 +423,7 @@ def _largest_difference(before: Any, after: Any) -> float:
     largest = 0.0
     for a, b in zip(tree_leaves(_plain(before)), tree_leaves(_plain(after)), strict=True):
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.numel():
+            a, b = (t.dequantize() if t.is_quantized else t for t in (a, b))
             difference = (a.double() - b.double()).abs()
             # Where both are the same infinity or both NaN, nothing changed.
             same = (a == b) | ((a != a) & (b != b))
@@ -300,44 +435,3 @@ def _largest_difference(before: Any, after: Any) -> float:
 def _plain(output: Any) -> Any:
     """Outputs of transformers as the mappings that they are."""
     return dict(output) if isinstance(output, Mapping) else output
-
-
-# --------------------------------------------------------------------------------------------
-# Classes of other libraries
-
-
-def _foreign_name(kind: type) -> str:
-    *home, folder, _ = ("", "", *kind.__module__.split("."))
-    return f"{folder}.{kind.__name__}" if home[2:] == ["transformers", "models"] else ""
-
-
-_generated: dict[type, type[torch.nn.Module]] = {}
-
-
-def _replacement(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The class that a module of exactly this class gets."""
-    if kind in DROP_INS:
-        return DROP_INS[kind]
-    if kind not in _generated:
-        _generated[kind] = _subclass(kind)
-    return _generated[kind]
-
-
-def _subclass(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A subclass of an RMSNorm class of transformers that differs in its forward only."""
-    rounding, offset = FOREIGN[_foreign_name(kind)]
-
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        return functional.rms_norm(
-            hidden_states, weight.shape, weight, eps, weight_offset=offset, rounding=rounding
-        )
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        # The generated class has no importable name: pickles and copies are of the original.
-        return object.__new__, (kind,), dict(self.__dict__)
-
-    own = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__,
-           "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}  # fmt: skip
-    return type(kind.__name__, (kind,), own)
