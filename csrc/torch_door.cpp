@@ -711,14 +711,40 @@ PyObject *short_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return result;
 }
 
+// A contiguous copy of a gradient that is none, such as the expanded one of sum(). Null if it needs
+// no copy or somebody may be watching, and also with an error set.
+PyObject *gathered(PyObject *grad) {
+  if (!api || !is_exact(grad) || !unwatched() || !answers_quiet(watch.grad_enabled)) return nullptr;
+  PyObject *copy = PyObject_CallMethod(grad, "contiguous", nullptr);
+  if (copy == grad) Py_CLEAR(copy);
+  return copy;
+}
+
+// The gradients of a node: by the short way, else with contiguous gradients, else by the long one.
+// `all` is the node's context and what has arrived.
+PyObject *gradients(PyObject *(*short_one)(PyObject *, PyObject *const *, Py_ssize_t),
+                    PyObject *long_one, PyObject **all, Py_ssize_t count) {
+  PyObject *result = short_one(nullptr, all, count);
+  if (result != Py_None) return result;
+  PyObject *copies[2] = {}, *given[2] = {};
+  bool any = false;
+  for (Py_ssize_t i = 1; i < count && !PyErr_Occurred(); i++) {
+    given[i - 1] = all[i];
+    if ((copies[i - 1] = gathered(all[i]))) all[i] = copies[i - 1], any = true;
+  }
+  if (PyErr_Occurred()) Py_CLEAR(result);
+  else if (any) Py_DECREF(result), result = short_one(nullptr, all, count);
+  for (PyObject *copy : copies) Py_XDECREF(copy);
+  if (result != Py_None) return result;
+  Py_DECREF(result);
+  return PyObject_CallFunctionObjArgs(long_one, all[0], given[0], given[1], nullptr);
+}
+
 // The method `apply` of the node's class, which autograd calls.
 PyObject *node_apply(PyObject *ctx, PyObject *const *args, Py_ssize_t count) {
   if (count == 1) {
-    PyObject *both[2] = {ctx, args[0]};
-    PyObject *result = short_backward(nullptr, both, 2);
-    if (result != Py_None) return result;
-    Py_DECREF(result);
-    return PyObject_CallFunctionObjArgs(long_backward, ctx, args[0], nullptr);
+    PyObject *all[2] = {ctx, args[0]};
+    return gradients(short_backward, long_backward, all, 2);
   }
   PyErr_SetString(PyExc_TypeError, "a norm has one gradient");
   return nullptr;
@@ -958,10 +984,7 @@ PyObject *short_add_backward(PyObject *, PyObject *const *args, Py_ssize_t count
 PyObject *add_node_apply(PyObject *ctx, PyObject *const *args, Py_ssize_t count) {
   if (count == 2) {
     PyObject *all[3] = {ctx, args[0], args[1]};
-    PyObject *result = short_add_backward(nullptr, all, 3);
-    if (result != Py_None) return result;
-    Py_DECREF(result);
-    return PyObject_CallFunctionObjArgs(long_add_backward, ctx, args[0], args[1], nullptr);
+    return gradients(short_add_backward, long_add_backward, all, 3);
   }
   PyErr_SetString(PyExc_TypeError, "the norm of a sum has two gradients");
   return nullptr;
