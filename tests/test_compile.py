@@ -141,6 +141,24 @@ def test_number_of_groups_that_changes() -> None:
 
 
 @pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w, eps: axisnorm.rms_norm(x, (4,), w, eps),
+        lambda x, w, eps: axisnorm.layer_norm(x, (4,), w, w, eps),
+        lambda x, w, eps: axisnorm.add_rms_norm(x, x, (4,), w, eps),
+        lambda x, w, eps: axisnorm.layer_norm_2d(x, w, w, eps),
+    ],
+    ids=["rms_norm", "layer_norm", "add_rms_norm", "layer_norm_2d"],
+)
+def test_constants_from_outside_the_function(norm: Callable[..., Any]) -> None:
+    x, weight, eps = values((3, 4, 4)), values((4,), seed=1), 1e-3
+    compiled = torch.compile(
+        lambda x: norm(x, weight, eps), dynamic=True, fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(x), norm(x, weight, 1e-3))
+
+
+@pytest.mark.parametrize(
     "make",
     [
         lambda: ann.BatchNorm1d(8, momentum=None),

@@ -638,9 +638,11 @@ def _add_norm(
 
 def _rms_fields(eps: float | None, weight_offset: float, rounding: str) -> str:
     """The fields of an RMSNorm's scheme."""
+    # Formatted with !r: compilers cannot trace repr of a number that they hold for a variable.
+    text = "none" if eps is None else f"{finite('eps', eps)!r}"
     return (
-        f"center=false; eps={'none' if eps is None else repr(finite('eps', eps))}"
-        f"; weight_offset={finite('weight_offset', weight_offset)!r}; rounding={rounding}"
+        f"center=false; eps={text}; weight_offset={finite('weight_offset', weight_offset)!r}"
+        f"; rounding={rounding}"
     )
 
 
