@@ -49,7 +49,7 @@ def needs(size):
     return torch.nn.LayerNorm(size)
 
 def no_input():
-    return torch.nn.LayerNorm(8)
+    return torch.nn.Identity()
 
 def wrong_input():
     return torch.nn.LayerNorm(8), (torch.ones(2, 7),)
@@ -124,7 +124,7 @@ def test_audit_of_a_function(capsys, models):
         (("audit", "some_models:raises"), "RuntimeError: first line."),
         (("audit", "some_models:leaves"), "SystemExit: bye."),
         (("audit", "some_models:needs"), "missing 1 required positional argument: 'size'"),
-        (("audit", "some_models:no_input"), "It got no inputs"),
+        (("audit", "some_models:no_input"), "Give the inputs"),
         (("audit", "some_models:wrong_input"), "forward has to work"),
         (("audit", "some_models:number"), "'number' is int"),
         (

@@ -36,6 +36,16 @@ class Guess:
     bias: torch.Tensor | None
     fitted: frozenset[Scheme]
     """Those whose eps is neither an attribute of the module nor shown to be a usual one."""
+    running: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Running mean and variance, where the schemes use some."""
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor | None]:
+        """By the names that :func:`tell_apart` has for them."""
+        mean, var = self.running or (None, None)
+        return {
+            "weight": self.weight, "bias": self.bias, "running_mean": mean, "running_var": var,
+        }  # fmt: skip
 
 
 def looks_like_a_norm(
@@ -50,7 +60,30 @@ def looks_like_a_norm(
         return False
     if not all(_affine_choices(tuple(parameter.shape), shape) for parameter in given):
         return False
-    return bool(given) or "norm" in type(module).__name__.lower()
+    return bool(given) or _running(module) is not None or "norm" in type(module).__name__.lower()
+
+
+def _running(module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Running mean and variance under the names that all libraries have for them."""
+    mean, var = (getattr(module, name, None) for name in ("running_mean", "running_var"))
+    if isinstance(mean, torch.Tensor) and isinstance(var, torch.Tensor) and mean.dim() == 1:
+        return mean, var
+    return None
+
+
+def _frozen(module: Any, shape: tuple[int, ...]) -> Iterator[Guess]:
+    """A batch norm of running statistics, whose weight and bias may be buffers."""
+    running = _running(module)
+    if running is None or len(shape) < 2 or shape[1] != len(running[0]):
+        return
+    weight, bias = (
+        value if isinstance(value, torch.Tensor) and value.shape == running[0].shape else None
+        for value in (getattr(module, name, None) for name in ("weight", "bias"))
+    )
+    said = list(_eps_said(module).values())
+    schemes = {eps: Scheme.batch_norm(statistics="running", eps=eps) for eps in (*said, *USUAL_EPS)}
+    fitted = frozenset(scheme for eps, scheme in schemes.items() if eps not in said)
+    yield Guess([("BatchNorm", s) for s in schemes.values()], weight, bias, fitted, running)
 
 
 def guesses(module: Any, x: torch.Tensor, y: torch.Tensor) -> Iterator[Guess]:
@@ -60,6 +93,7 @@ def guesses(module: Any, x: torch.Tensor, y: torch.Tensor) -> Iterator[Guess]:
     data; an attribute of the module or a usual value is taken where it agrees.
     """
     shape, half = tuple(x.shape), x.dtype in (torch.float16, torch.bfloat16)
+    yield from _frozen(module, shape)
     said = _eps_said(module)
     named = {name: value for name, value in module._parameters.items() if value is not None}
     for weight, bias in _roles(named):
@@ -129,12 +163,7 @@ def _eps(
 
 
 def eps_is_undetermined(
-    module: Any,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    best: Candidate,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    module: Any, x: torch.Tensor, y: torch.Tensor, best: Candidate, guess: Guess
 ) -> bool:
     """Whether the data shows nothing of an eps that the module does not say either."""
     said = _eps_said(module)
@@ -143,12 +172,16 @@ def eps_is_undetermined(
         return False
     if best.scheme.eps_placement == "max":
         return True
-    found = fitted_eps(x, y, best.scheme, weight, bias)
+    if guess.running is not None:
+        return best.scheme in guess.fitted
+    found = fitted_eps(x, y, best.scheme, guess.weight, guess.bias)
     return found is None or found[1] >= eps
 
 
 def looks_normalized(x: torch.Tensor, y: torch.Tensor, guess: Guess) -> bool:
     """Whether the output without weight and bias has one size in every group, the input not."""
+    if guess.running is not None:
+        return False
     for axes, scheme in {c.layout(x.dim()).reduced_axes: c for _, c in guess.candidates}.items():
         # What a weight of one and a bias of zero do, in the layout of the scheme.
         plain = scheme.replace(center=False, weight_offset=0.0, rounding="once", eps=0.0)

@@ -14,7 +14,60 @@ from .parameters import Parameter
 if TYPE_CHECKING:
     from .differences import Differences
 
-__all__ = ["Audit", "Norm"]
+__all__ = ["Audit", "Norm", "axis_names", "kind_of_norm"]
+
+
+def axis_names(scheme: Scheme, ndim: int) -> tuple[str, ...]:
+    """A name for each axis of the input, from the notation; those that share a mean in brackets.
+
+    >>> axis_names(Scheme.layer_norm(), 3), axis_names(Scheme.group_norm(2), 4)
+    (('b', 's', '[d]'), ('n', '(g=2 [c])', '[h]', '[w]'))
+    """
+    axes = scheme.layout(ndim).axes
+    taken = {part.name for axis in axes for part in axis}
+    open_axes = [axis[0] for axis in axes if axis[0].ellipsis or axis[0].name.startswith("...")]
+    leading = bool(open_axes) and axes[0][0] is open_axes[0]
+    usual = {1: ("n",), 2: ("b", "s")} if leading else {
+        1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w"),
+    }  # fmt: skip
+    names = usual.get(len(open_axes), ())
+    if not names or taken & set(names):
+        names = tuple(f"a{i}" for i in range(len(open_axes)))
+    own = iter(names)
+    found = []
+    for axis in axes:
+        words = []
+        for part in axis:
+            name = next(own) if part in open_axes else part.name
+            size = "" if part.size is None else f"={part.size}"
+            words.append(f"[{name}{size}]" if part.reduced else f"{name}{size}")
+        found.append(f"({' '.join(words)})" if len(axis) > 1 else words[0])
+    return tuple(found)
+
+
+def kind_of_norm(scheme: Scheme, ndim: int) -> str:
+    """What the field calls a scheme of an input with so many axes.
+
+    >>> kind_of_norm(Scheme.rms_norm(), 3), kind_of_norm(Scheme.batch_norm(), 4)
+    ('RMSNorm', 'BatchNorm')
+    """
+    layout = scheme.layout(ndim)
+    reduced = layout.reduced_axes
+    if scheme.scale == "l2":
+        return "L2 normalization"
+    if any(len({part.reduced for part in axis}) > 1 for axis in layout.axes):
+        return "GroupNorm" if scheme.center else "group RMSNorm"
+    if len(reduced) == ndim > 1:
+        return "norm of all elements"
+    if not scheme.center:
+        return "RMSNorm" if scheme.scale == "auto" else "uncentred norm"
+    if 0 in reduced and ndim > 1:
+        return "BatchNorm"
+    if reduced == tuple(range(2, ndim)) and ndim > 3:
+        return "InstanceNorm"
+    if reduced == (1,) and ndim > 3:
+        return "LayerNorm2d"
+    return "LayerNorm"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.nn.modules.module import (
     _global_forward_hooks_with_kwargs,
     register_module_forward_hook,
@@ -20,7 +21,10 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["Call", "Operator", "observed", "paths_of", "run", "timed", "unchanged", "uncompiled"]
+__all__ = [
+    "Call", "Operator", "Operators", "copied", "observed", "paths_of", "run", "timed", "unchanged",
+    "uncompiled",
+]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -29,7 +33,7 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in _own_buffers(module)
     ]
     modes = [(module, module.training) for module in model.modules()]
     python_state = random.getstate()
@@ -44,9 +48,16 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
             module.training = mode
         with _mode(model), torch.no_grad():
             for module, name, buffer, saved in buffers:
-                module._buffers[name] = buffer
+                if not isinstance(module, torch.jit.ScriptModule):
+                    module._buffers[name] = buffer
                 if buffer is not None and saved is not None and not _equal(buffer, saved):
                     buffer.copy_(saved)
+
+
+def _own_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor | None]]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return [*module.named_buffers(recurse=False)]
+    return [*module._buffers.items()]
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -59,8 +70,17 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def run(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The model's output on copies of the inputs, without gradients."""
     with _mode(model), torch.no_grad():
-        own_args, own_kwargs = tree_map_only(torch.Tensor, _copy, (tuple(args), dict(kwargs)))
+        own_args, own_kwargs = copied(args, kwargs)
         return model(*own_args, **own_kwargs)
+
+
+def copied(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies of the inputs, which the model may overwrite."""
+    found: tuple[tuple[Any, ...], dict[str, Any]]
+    found = tree_map_only(torch.Tensor, _copy, (tuple(args), dict(kwargs)))
+    return found
 
 
 def _mode(model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -101,6 +121,12 @@ class Call:
     """What the watcher kept of this call and the calls inside, in order."""
     has_inner: bool = False
     """Whether another module ran inside."""
+    node: str | None = None
+    """The name of a graph's node, None for a module."""
+    cls: str = ""
+    """The class that a graph's node was in."""
+    siblings: int = 0
+    """How many nodes a graph has of the same module."""
 
     @property
     def inputs_changed(self) -> bool:
@@ -126,18 +152,27 @@ class Operator:
     kwargs: Mapping[str, Any]
     result: Any
     seconds: float
+    index: int = 0
+    """How many operators ran before it."""
+    tags: Sequence[Any] = ()
 
 
-class _Operators(TorchDispatchMode):
-    """Sees every operator below autograd.
+class Operators(TorchDispatchMode):
+    """Sees every operator below autograd, inside of a graph's branches too.
 
     A mode for torch functions or a hook of a module would turn TransformerEncoderLayer's
     inference path off, and the model would be another one; this does not.
     """
 
-    def __init__(self, seen: Callable[[Operator], None]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        seen: Callable[[Operator], None],
+        begins: Callable[[str, tuple[Any, ...]], None] | None,
+    ) -> None:
         super().__init__()
-        self.seen = seen
+        self.seen, self.begins, self.count = seen, begins, 0
 
     def __torch_dispatch__(
         self,
@@ -147,11 +182,32 @@ class _Operators(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self.branch(func, args, kwargs)
+        if func._can_decompose():
+            # In a branch and in inference mode, what is made of operators comes whole.
+            with self:
+                return func.decompose(*args, **kwargs)
+        if self.begins is not None:
+            self.begins(str(func), args)
         start = time.perf_counter()
         result = func(*args, **kwargs)
         seconds = time.perf_counter() - start
-        self.seen(Operator(str(func), args, kwargs, result, seconds))
+        self.seen(Operator(str(func), args, kwargs, result, seconds, self.count, func.tags))
+        self.count += 1
         return result
+
+    def branch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A part of the model that is given to an operator as a function."""
+        if func.name() == "cond":
+            predicate, one, other, operands = args
+            with self:
+                return (one if predicate else other)(*operands)
+        if func.name() == "wrap_with_set_grad_enabled":
+            # Nothing here has gradients.
+            with self:
+                return args[1](*args[2:])
+        return func(*args, **kwargs)
 
 
 def observed(
@@ -161,12 +217,14 @@ def observed(
     *,
     finished: Callable[[Call, Any], None],
     operator: Callable[[Call, Operator], None] | None = None,
+    begins: Callable[[str, tuple[Any, ...]], None] | None = None,
 ) -> tuple[Any, list[Any]]:
     """Run the model once and report each of its modules as it finishes.
 
     Args:
         finished: is given the call and the output while both still exist.
         operator: is given each operator and the innermost call it ran in.
+        begins: is given each operator's name and arguments before it runs.
 
     Returns:
         The model's output, and what the two put into the calls' ``records``, in order.
@@ -226,9 +284,13 @@ def observed(
             # The handle forgets this entry, and torch.compile would warn of a hook for ever after.
             cleanup.callback(_global_forward_hooks_with_kwargs.pop, handle.id, None)
         cleanup.enter_context(_eagerly())
+        cleanup.enter_context(_mode(model))
+        cleanup.enter_context(torch.no_grad())
+        # Copying the inputs is not part of the model.
+        own_args, own_kwargs = copied(args, kwargs)
         if operator is not None:
-            cleanup.enter_context(_Operators(seen))
-        output = run(model, args, kwargs)
+            cleanup.enter_context(Operators(seen, begins))
+        output = model(*own_args, **own_kwargs)
     return output, stack[0].records
 
 

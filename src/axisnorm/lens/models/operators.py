@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...scheme import Scheme
@@ -33,70 +32,16 @@ class Performed:
     seconds: float
 
 
-@dataclass
-class _Chain:
-    """functional.rms_norm on the CPU: five or six operators in a row."""
-
-    x: torch.Tensor
-    last: torch.Tensor
-    step: int = 0
-    dims: int = 0
-    eps: float | None = 0.0
-    seconds: float = 0.0
-
-    def follow(self, found: Operator) -> bool:
-        """Take the next operator up, False if it is another one."""
-        args = found.args
-        if self.step == 4:
-            if found.name != "aten.mul.Tensor" or args[0] is not self.x:
-                return False
-            if args[1] is not self.last:
-                return False
-        elif not args or args[0] is not self.last:
-            return False
-        elif self.step == 1:
-            ndim = self.x.dim()
-            if found.name != "aten.mean.dim":
-                return False
-            dims = sorted(d % ndim for d in args[1])
-            self.dims = len(dims)
-            if dims != list(range(ndim - len(dims), ndim)):
-                return False
-        elif self.step == 2:
-            if found.name != "aten.add_.Scalar":
-                return False
-            self.eps = _written(float(args[1]))
-        elif found.name != "aten.rsqrt.default":
-            return False
-        self.step += 1
-        self.last = found.result
-        return True
-
-    def performed(self, y: torch.Tensor, weight: torch.Tensor | None = None) -> Performed:
-        given = _fields(weight=weight)
-        scheme = _affine(Scheme.rms_norm(ndim=self.dims, eps=self.eps), given)
-        return Performed("rms_norm", scheme, self.x, y, given, self.seconds)
-
-
 class OperatorReader:
-    """Reads a stream of operators; the tensors of the last ones are kept, no more."""
+    """Reads a stream of operators."""
 
     def __init__(self) -> None:
-        self.chain: _Chain | None = None
         self.view: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def end(self) -> Iterator[Performed]:
-        """What the operators so far were, as those that follow belong elsewhere."""
-        if self.chain is not None and self.chain.step == 5:
-            yield self.chain.performed(self.chain.last)
-        self.chain = None
-        self.view = None
+        """What instance_norm hands to its batch norm, and what it is a view of."""
 
     def read(self, found: Operator) -> Iterator[Performed]:
-        """The normalizations that are complete with this operator."""
+        """The normalization that this operator is, if it is one."""
         name = found.name.removeprefix("aten.").removesuffix(".default")
-        # First, as it may complete one of the operators before.
-        yield from self.root_mean_square(found)
         read = _READERS.get(name)
         if read is not None:
             yield read(found, self.view)
@@ -104,35 +49,6 @@ class OperatorReader:
             self.view = (found.args[0], found.result)
         elif not name.startswith("empty"):
             self.view = None
-
-    def root_mean_square(self, found: Operator) -> Iterator[Performed]:
-        """x^2, mean, + eps, rsqrt, x *, and where there is a weight, * weight.
-
-        eps is added in place by torch's C++, which tells this sequence from written out ones.
-        """
-        chain, args = self.chain, found.args
-        if chain is not None and chain.step == 5:
-            self.chain = None
-            weight = args[1] if found.name == "aten.mul.Tensor" and len(args) > 1 else None
-            own = chain.x.shape[chain.x.dim() - chain.dims :]
-            if isinstance(weight, torch.Tensor) and args[0] is chain.last and weight.shape == own:
-                chain.seconds += found.seconds
-                yield chain.performed(found.result, weight)
-                return
-            yield chain.performed(chain.last)
-            chain = None
-        if found.name == "aten.pow.Tensor_Scalar" and args[1] == 2:
-            self.chain = _Chain(args[0], found.result, 1, seconds=found.seconds)
-        elif chain is not None:
-            chain.seconds += found.seconds
-            self.chain = chain if chain.follow(found) else None
-
-
-def _written(eps: float) -> float | None:
-    """eps as it was written: it arrives rounded to float32, None as that type's epsilon."""
-    if eps == float(np.finfo(np.float32).eps):
-        return None
-    return float(str(np.float32(eps))) if eps == float(np.float32(eps)) else eps
 
 
 def _fields(**given: Any) -> dict[str, Any]:
@@ -227,6 +143,7 @@ _READERS = {
     "_native_batch_norm_legit.no_stats": _batch_norm_without,
     "_batch_norm_with_update": _batch_norm_training,
     "_batch_norm_no_update": _batch_norm_running,
+    "_native_batch_norm_legit_no_training": _batch_norm_running,
     "cudnn_batch_norm": _batch_norm,
     "miopen_batch_norm": _batch_norm,
 }

@@ -1,4 +1,4 @@
-"""Models by what the command line calls them: a directory, or a function that makes one."""
+"""Models by what the command line calls them: a directory, a file, a function that makes one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +17,44 @@ import torch
 
 from ...scheme import ArgumentError, DtypeError
 from ..explain import with_article
+from .inputs import inputs_of_transformer
+from .untrusted import danger, file_kind
 
-__all__ = ["blaming", "load", "load_transformers"]
+__all__ = ["Source", "blaming", "load", "load_path"]
 
-SEED = 0
-"""Of the generated inputs."""
 SAID = 200
 """How many characters of another's error are repeated."""
 
 
-def load(
-    name: str, text: Sequence[str] | None = None
-) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+@dataclass(frozen=True)
+class Source:
+    """A model that was read, with what it is to be run on."""
+
+    model: Any
+    """A torch.nn.Module or an exported program."""
+    kind: str
+    """As in :attr:`Audit.source`."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    generated: bool = False
+    """Whether the inputs were made up."""
+
+
+def load(name: str, text: Sequence[str] | None = None, *, trust: bool = False) -> Source:
     """The model that a command line names, with inputs for it.
 
     Args:
-        name: a transformers model directory, or ``package.module:function``. The function takes
-            nothing and returns a model, or a model and a tuple or a dict of its inputs.
+        name: a transformers model directory, a model file, or ``package.module:function``. The
+            function takes nothing and returns a model, or a model and a tuple or a dict of its
+            inputs.
         text: sentences for a model directory; random tokens where None.
+        trust: whether the file may run code.
 
     Raises:
-        ArgumentError: there is no such directory or function, or it gives something else.
+        ArgumentError: there is no such model or function, or it gives something else.
     """
     if Path(name).exists() or ":" not in name:
-        model, kwargs = load_transformers(name, text)
-        return model, (), kwargs
+        return load_path(name, text, trust=trust)
     if text:
         raise ArgumentError(
             "--text is for model directories. It came with a function. "
@@ -72,15 +87,15 @@ def load(
     with blaming(f"Calling {name}()", "It has to make the model without any argument."):
         made = function()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, (torch.nn.Module, torch.export.ExportedProgram)):
         came = f"{with_article(model)} came" if not isinstance(model, type) else "A class came"
         raise ArgumentError(
             "The function returns a torch.nn.Module and a tuple or a dict of its inputs. "
             f"{came}. Return (model, (x,))."
         )
     if isinstance(inputs, Mapping):
-        return model, (), dict(inputs)
-    return model, inputs if isinstance(inputs, tuple) else (inputs,), {}
+        return Source(model, "", (), dict(inputs))
+    return Source(model, "", inputs if isinstance(inputs, tuple) else (inputs,))
 
 
 @contextmanager
@@ -103,8 +118,62 @@ def blaming(what: str, remedy: str) -> Iterator[None]:
         ) from error
 
 
-def load_transformers(
-    path: str | Path, text: Sequence[str] | None = None
+def load_path(
+    path: str | Path, text: Sequence[str] | None = None, *, trust: bool = False
+) -> Source:
+    """The model of a directory or a file, by its content.
+
+    Raises:
+        ArgumentError: it is no model, or reading it could run code and ``trust`` is not given.
+    """
+    path = Path(path)
+    if not path.is_file():
+        model, kwargs = _transformer(path, text)
+        return Source(model, "transformers", (), kwargs, generated=not text)
+    if text:
+        raise ArgumentError(
+            "--text is for model directories, which have a tokenizer. It came with a file. "
+            "Leave it out."
+        )
+    kind = file_kind(path)
+    if kind in ("safetensors", "other"):
+        what = "weights alone" if kind == "safetensors" else "nothing that torch saves as a model"
+        raise ArgumentError(
+            "A model file is an exported program (.pt2), TorchScript, or a module of torch.save. "
+            f"'{path}' holds {what}. Give the directory with its config.json, or "
+            "package.module:function that loads it."
+        )
+    why = None if trust else danger(path, kind)
+    if why is not None:
+        raise ArgumentError(
+            f"A file that can run code is read only if it is trusted. '{path}' can: {why}. "
+            "If its author is trusted, say so: --trust, or audit(..., trust=True)."
+        )
+    with blaming(f"Loading '{path}'", "Save it again with this version of torch."):
+        return Source(_loaded(path, kind), "module" if kind == "checkpoint" else kind)
+
+
+def _loaded(path: Path, kind: str) -> Any:
+    with warnings.catch_warnings():
+        # Of what torch means to change; the file is not changed by knowing it.
+        warnings.simplefilter("ignore")
+        if kind == "exported":
+            with path.open("rb") as file:
+                return torch.export.load(file)
+        if kind == "torchscript":
+            return torch.jit.load(path, map_location="cpu")
+        found = torch.load(path, map_location="cpu", weights_only=False)
+    if not isinstance(found, torch.nn.Module):
+        raise ArgumentError(
+            f"A checkpoint is run if it holds a whole module. '{path}' holds "
+            f"{with_article(found)}: weights without the model. "
+            "Give package.module:function that loads them into it."
+        )
+    return found
+
+
+def _transformer(
+    directory: Path, text: Sequence[str] | None = None
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model of a transformers directory in eval mode, with inputs by name. Offline.
 
@@ -114,7 +183,6 @@ def load_transformers(
         ArgumentError: it is no such directory, or its kind of input is not known.
         ModuleNotFoundError: transformers is not installed.
     """
-    directory = Path(path)
     if not (directory / "config.json").is_file():
         raise ArgumentError(
             "A transformers model directory holds a config.json. "
@@ -133,10 +201,12 @@ def load_transformers(
         ) from error
     with quiet(transformers):
         try:
-            model = transformers.AutoModel.from_pretrained(
-                directory, local_files_only=True, use_safetensors=True
-            )
-        except (OSError, ValueError) as error:
+            config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+            # With its head, which has norms of its own in some.
+            named = [getattr(transformers, name, None) for name in config.architectures or ()]
+            cls = next((one for one in named if one is not None), transformers.AutoModel)
+            model = cls.from_pretrained(directory, local_files_only=True, use_safetensors=True)
+        except (OSError, ValueError, KeyError) as error:
             raise ArgumentError(
                 f"transformers could not load '{directory}'. It says: "
                 f"{str(error).splitlines()[0]} Save the model there with save_pretrained."
@@ -144,8 +214,13 @@ def load_transformers(
         model.eval()
         if text:
             tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-            return model, dict(tokenizer(list(text), return_tensors="pt", padding=len(text) > 1))
-    return model, _generated(model)
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            kwargs = dict(tokenizer(list(text), return_tensors="pt", padding=len(text) > 1))
+            if getattr(config, "is_encoder_decoder", False):
+                kwargs["decoder_input_ids"] = kwargs["input_ids"][:, :1]
+            return model, kwargs
+    return model, inputs_of_transformer(model)
 
 
 @contextmanager
@@ -161,29 +236,3 @@ def quiet(transformers: Any) -> Iterator[None]:
         log.set_verbosity(level)
         if bars:
             log.enable_progress_bar()
-
-
-def _generated(model: Any) -> dict[str, Any]:
-    """Random inputs of the model's kind, the same every time."""
-    generator = torch.Generator().manual_seed(SEED)
-    config, kind = model.config, model.main_input_name
-    dtype = model.dtype
-    if kind == "input_ids":
-        words = getattr(config.get_text_config(), "vocab_size", 0)
-        if words:
-            tokens = torch.randint(0, words, (2, 16), generator=generator)
-            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-            if getattr(config, "is_encoder_decoder", False):
-                inputs["decoder_input_ids"] = tokens[:, :8].clone()
-            return inputs
-    if kind == "pixel_values" and hasattr(config, "num_channels"):
-        size = getattr(config, "image_size", 224)
-        height, width = (size, size) if isinstance(size, int) else size
-        shape = (2, config.num_channels, height, width)
-        return {"pixel_values": torch.randn(shape, generator=generator).to(dtype)}
-    if kind == "input_values":
-        return {"input_values": torch.randn((1, 16000), generator=generator).to(dtype)}
-    raise ArgumentError(
-        f"Inputs are generated for text, images and sound. {type(model).__name__} takes "
-        f"'{kind}'. Give package.module:function that returns the model and its inputs."
-    )
