@@ -15,7 +15,6 @@ import axisnorm.nn
 from axisnorm import reference
 from axisnorm.lens.audit import audit
 from axisnorm.lens.identify import rivals, tell_apart, tolerance
-from axisnorm.lens.models.findings import CODES
 from axisnorm.lens.rendering.folding import folded
 from axisnorm.scheme import ArgumentError, Scheme
 

@@ -66,7 +66,7 @@ def test_imports_go_one_way() -> None:
         assert imported(path) <= allowed, f"{path} imports {imported(path) - allowed}"
 
 
-@pytest.mark.parametrize("room", ["identifying", "models"])
+@pytest.mark.parametrize("room", ["identifying", "models", "onnx"])
 def test_what_is_found_does_not_know_how_it_is_drawn(room: str) -> None:
     sources = [*(PACKAGE / "lens" / room).glob("*.py")]
     assert len(sources) > 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 try:
     import torch
@@ -24,7 +24,7 @@ from .audit import Audit, Norm, audit
 from .explain import with_article
 from .identify import tolerance
 from .models.observe import Call, observed, run, unchanged, uncompiled
-from .result import Result
+from .models.replaced import Left, Replaced, Replacements
 from .swapping.calls import Calls
 from .swapping.classes import Proof, door_name, generated, originals
 from .swapping.probing import NoNorm, NotProved
@@ -44,50 +44,11 @@ DROP_INS: Mapping[type, type[torch.nn.Module]] = {
 
 
 @dataclass(frozen=True)
-class Replaced:
-    """A module that computes by this library now."""
-
-    path: str
-    before: str
-    """Its class before."""
-    after: str
-    largest_difference: float
-    """Between its outputs before and after, on the inputs that it had in the model."""
-    tolerance: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return dict(self.__dict__)
-
-
-@dataclass(frozen=True)
-class Left:
-    """A norm that stays as it was."""
-
-    path: str
-    cls: str
-    reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return dict(self.__dict__)
-
-
-@dataclass(frozen=True)
-class Swap(Result):
+class Swap(Replacements):
     """What was replaced in a model, what was left, and why."""
 
-    kind: ClassVar[str] = "swap"
-
-    model: str
     audit: Audit
-    replaced: tuple[Replaced, ...]
-    left: tuple[Left, ...]
-    largest_difference: float
-    """Between the model's outputs before and after."""
     _undo: list[_Change] = field(repr=False)
-    seconds: tuple[float, float] | None = None
-    """Of one forward before and after, where they were measured: medians of up to seven."""
 
     def undo(self) -> None:
         """Give every module its class back. Parameters and buffers never changed.
@@ -95,16 +56,6 @@ class Swap(Result):
         A module whose class has changed once more since then stays as it is.
         """
         _restore(self._undo)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The data of :meth:`to_json`."""
-        return {
-            "model": self.model,
-            "replaced": [replaced.to_dict() for replaced in self.replaced],
-            "left": [left.to_dict() for left in self.left],
-            "largest_difference": self.largest_difference,
-            "seconds": None if self.seconds is None else list(self.seconds),
-        }
 
     def __repr__(self) -> str:
         return f"Swap({self.model}: {len(self.replaced)} replaced, {len(self.left)} left)"
@@ -174,10 +125,10 @@ def swap(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Swap:
         raise
     return Swap(
         type(model).__name__,
-        found,
         tuple(replaced),
         tuple(left),
         _largest_difference(before, after),
+        found,
         changed,
     )
 

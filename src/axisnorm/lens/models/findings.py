@@ -45,6 +45,14 @@ CODES = {
     "bypassed": "a fused operator computed the norm instead of the module",
     "not-run": "the norm did not run on this input",
     "not-verified": "what the norm computes could not be shown on this input",
+    "generated-data": "a norm inside a graph's body was held against random data",
+    "deprecated-operator": "the operator has another meaning than its successor",
+    "instance-norm-as-group-norm": "InstanceNormalization between Reshapes computes a GroupNorm",
+    "scalar-scale": "the result is multiplied by one number",
+    "loses-digits": "at this input the output is off from the norm's own formula",
+    "unit-weight": "the weight is 1 throughout and the bias 0",
+    "custom-operators": "the graph holds operators that are not run",
+    "model-not-run": "the model could not be run as a whole",
 }
 """Every finding's code with what it means."""
 

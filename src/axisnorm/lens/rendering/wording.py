@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["count", "forward_times", "off", "seconds"]
 
 
@@ -25,6 +27,8 @@ def seconds(value: float) -> str:
     >>> seconds(1.5), seconds(0.01234)
     ('1.50 s', '12.3 ms')
     """
+    if math.isnan(value):  # an ONNX file that could not be run as a whole
+        return "an unknown time"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
