@@ -203,7 +203,10 @@ def found(model, x):
 
 
 def test_all_codes_have_a_case():
-    assert list(CASES) and set(CASES) == set(CODES)
+    # Those of ONNX files alone have theirs in test_audit_onnx.py.
+    onnx = {"generated-data", "deprecated-operator", "instance-norm-as-group-norm", "scalar-scale",
+            "loses-digits", "unit-weight", "custom-operators", "model-not-run"}  # fmt: skip
+    assert list(CASES) and set(CASES) == set(CODES) - onnx
 
 
 @pytest.mark.parametrize("code", CASES)

@@ -220,7 +220,7 @@ def test_strict_is_about_errors_and_warnings(capsys, models):
     assert run(capsys, f"{models}:trap")[0] == 0
     status, out, _ = run(capsys, f"{models}:noted", "--strict", "--json")
     data = json.loads(out)
-    assert status == 0 and [found["severity"] for found in data["findings"]] == ["note"]
+    assert status == 0 and {found["severity"] for found in data["findings"]} == {"note"}
 
 
 def test_two_models_on_the_command_line(capsys, models, tmp_path):

@@ -741,7 +741,7 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(torch.nn.LayerNorm(8) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.group(self.trap(self.convolution(x))).flatten(2).transpose(1, 2)
+        x = self.group(self.trap(self.convolution(x)).relu()).flatten(2).transpose(1, 2)
         for block in self.blocks:
             x = block(x * 2 + 1)
         return x

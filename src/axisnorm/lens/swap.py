@@ -175,6 +175,8 @@ def _wanted(
     """The norms that were proved, in the order in which they ran; the rest goes to ``left``."""
     known: dict[Any, Proof | type[torch.nn.Module] | NotProved] = {}
     norms = {norm.path: norm for norm in found.norms if norm.kind == "module"}
+    # What is called or written out in a module's forward, by the path of that module.
+    inside = {norm: norm.path.rpartition(":")[0] for norm in found.norms if norm.kind != "module"}
     paths = dict.fromkeys(norms)
     # Norms that no audit knows, by what they compute.
     paths |= dict.fromkeys(
@@ -190,15 +192,15 @@ def _wanted(
             _check_module(module, norm, is_sharded=id(module) in sharded)
             wanted[path] = _plan(module, norm, path, calls, known)
         except NotProved as refusal:
-            known_as_norm = norm is not None or _is_called_norm(module)
+            known_as_norm = norm is not None or _is_called_norm(module) or path in inside.values()
             if known_as_norm or not isinstance(refusal, NoNorm):
                 left.append(Left(path, type(module).__name__, str(refusal)))
-    for norm in found.norms:
-        # What a replaced module calls is replaced with it.
-        if norm.kind != "module" and not any(
-            norm.path.startswith(f"{path}:" if path else "") for path in wanted
-        ):
-            left.append(Left(norm.path, norm.cls, "a function call, not a module"))
+    # What a module computes is replaced with it, or left for its reason.
+    settled = {*wanted, *(one.path for one in left)}
+    for norm, path in inside.items():
+        if path not in settled:
+            what = "a function call" if norm.kind == "function" else "written out in a forward"
+            left.append(Left(norm.path, norm.cls, f"{what}, not a module"))
     return wanted
 
 

@@ -55,6 +55,8 @@ class Parameter:
         assert wide is not None
         wide = np.ascontiguousarray(wide)
         some = wide if wide.size else np.zeros(1)
+        with np.errstate(invalid="ignore", over="ignore"):  # the mean of infinities
+            mean = float(some.mean())
         return cls(
             role,
             wide.shape,
@@ -63,7 +65,7 @@ class Parameter:
             hashlib.blake2b((wide + 0.0).tobytes(), digest_size=16).hexdigest(),
             float(some.min()),
             float(some.max()),
-            float(some.mean()),
+            mean,
             wide if wide.size <= KEPT else None,
         )
 
