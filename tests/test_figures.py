@@ -445,8 +445,8 @@ def test_a_chart_shows_the_best_candidates_and_counts_the_others() -> None:
 def audited() -> Audit:
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.BatchNorm2d(8, 4, track_running_stats=False), torch.nn.GroupNorm(2, 8),
-        torch.nn.Flatten(2), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.LayerNorm(16),
+        torch.nn.BatchNorm2d(8, 4, track_running_stats=False), torch.nn.ReLU(),
+        torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Flatten(2), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.LayerNorm(16),
     )  # fmt: skip
     return axisnorm.audit(model.eval(), torch.randn(2, 8, 4, 4))
 
@@ -455,7 +455,7 @@ def test_an_audit_is_a_strip_of_its_norms(audited) -> None:
     figure = audited.figure()
     shown = texts(figure)
     assert f"Sequential: {len(audited.norms)} normalizations" in shown
-    assert {"BatchNorm2d", "GroupNorm", "LayerNorm", "{3,5}  x2"} <= set(shown)
+    assert {"BatchNorm2d", "GroupNorm", "LayerNorm", "{5,7}  x2"} <= set(shown)
     for norm in audited.norms:
         assert str(norm.scheme) in shown and norm.in_words in shown
     assert "✗ implausible-eps" in shown and "! batch-statistics-in-eval" in shown

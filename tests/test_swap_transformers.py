@@ -68,7 +68,7 @@ CASES = [
         "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
         "layer_types": ["linear_attention", "full_attention"],
-    }, {RMS: 7}, {"2 inputs": 1}),
+    }, {RMS: 7}, {"2 inputs": 1, "written out": 2}),
     ("Mamba", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4,
                "pad_token_id": 0}, {RMS: 3}, {}),
     ("Mamba2", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4,

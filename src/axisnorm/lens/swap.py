@@ -177,7 +177,10 @@ def _wanted(
     norms = {norm.path: norm for norm in found.norms if norm.kind == "module"}
     # What is called or written out in a module's forward, by the path of that module.
     inside = {norm: norm.path.rpartition(":")[0] for norm in found.norms if norm.kind != "module"}
-    paths = dict.fromkeys(norms)
+    bare = [
+        path for path in inside.values() if next(model.get_submodule(path).children(), None) is None
+    ]
+    paths = dict.fromkeys([*norms, *bare])
     # Norms that no audit knows, by what they compute.
     paths |= dict.fromkeys(
         path
