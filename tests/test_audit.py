@@ -564,7 +564,8 @@ def test_nothing_is_changed():
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert torch.equal(x, kept)
-    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_nothing_is_changed_when_the_model_raises():
@@ -586,7 +587,8 @@ def test_nothing_is_changed_when_the_model_raises():
     assert model.training and model.norm.training
     assert model.norm.num_batches_tracked == 0 and not model.norm.running_mean.any()
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.nn.modules.module._has_any_global_hook()
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 

@@ -27,7 +27,7 @@ from cases import (
     to_numpy,
     values,
 )
-from conftest import ISAS
+from conftest import ISAS, needs_short_way
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -769,6 +769,7 @@ def test_x_is_the_residual() -> None:
 # --- Who is watching: each of x, residual, weight and bias
 
 
+@needs_short_way
 def test_the_short_way_is_taken() -> None:
     x, r, w, b = leaves((2, 8), torch.float32, grad=False)
     short = _torch_residual.short_add_layer_norm

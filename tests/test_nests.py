@@ -15,6 +15,7 @@ from cases import (
     parameters,
     values,
 )
+from conftest import needs_short_way
 
 import axisnorm
 from axisnorm import Scheme, _build, _route, reference
@@ -349,6 +350,7 @@ def test_running_statistics_that_share_memory_with_a_saved_tensor() -> None:
         y.square().sum().backward()
 
 
+@needs_short_way
 def test_a_bias_may_change_before_backward() -> None:
     x = values((3, 4, 5)).requires_grad_()
     weight, bias = torch.ones(4, requires_grad=True), torch.randn(4, requires_grad=True)

@@ -21,6 +21,7 @@ from cases import (
     parameters,
     values,
 )
+from conftest import needs_short_way
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,10 +42,7 @@ Doors = pytest.mark.parametrize(
 Door = Callable[..., torch.Tensor]
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
-    reason="this torch has no table of DLPack functions, through which the short way reads tensors",
-)
+@needs_short_way
 def test_the_short_way_is_taken() -> None:
     x, w, b = values((2, 8)), values((8,)), values((8,))
     assert _torch.short_layer_norm(x, (8,), w, b, 1e-5) is not None
