@@ -279,6 +279,23 @@ def test_a_reader_may_stop_reading():
     assert (done.stdout, done.stderr) == ("{0\n", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_result_that_cannot_be_printed_is_one_line_and_status_2():
+    command = [sys.executable, "-m", "axisnorm", "explain", "torch.layer_norm", "2,3"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "cannot be printed" in done.stderr
+
+
+def test_a_group_count_that_is_missing_is_asked_for_by_its_option(capsys):
+    status, out, err = run(
+        capsys, "compare", "torch.group_norm", "keras.group_norm", "--shape", "2,32,32"
+    )
+    assert (status, out) == (2, "")
+    assert "Say one of them, as in --sizes g=4." in err
+
+
 def test_the_script_and_the_module_are_alike(tmp_path):
     script = Path(sys.executable).with_name("axisnorm")
     (tmp_path / "here.py").write_text(MODELS)
@@ -326,7 +343,7 @@ def test_a_transformers_directory(capsys, tmp_path, monkeypatch):
     capsys.readouterr()
     status, out, err = run(capsys, "audit", str(tmp_path))
     assert (status, err) == (0, "")
-    assert "layers.{0..1}.input_layernorm" in out and "x2" in out
+    assert "layers.{0..1}." in out and "input_layernorm" in out and " x2" in out
     assert "one root mean square a token" in out
 
 

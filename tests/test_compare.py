@@ -329,7 +329,7 @@ def test_a_tensor_is_computed_by_both():
     assert compare("[...]", "[...]; center=false", np.array(2.0)).largest_difference == (
         pytest.approx(1, abs=1e-5)
     )
-    with pytest.raises(ArgumentError, match="NaN or infinity"):
+    with pytest.raises(ArgumentError, match=r"x\[0, 0, 0\] is nan and 23 more are not finite"):
         compare(a, b, x * math.nan)
 
 
@@ -732,3 +732,35 @@ def test_json_is_stable():
 def test_wrong_use(a, b, shape, said):
     with pytest.raises(ArgumentError, match=said):
         compare(a, b, shape)
+
+
+def test_evaluation_is_no_special_case_of_training():
+    found = compare("torch.batch_norm", "torch.batch_norm.eval", (2, 3, 4, 4))
+    assert any("BatchNorm in eval" in [m.name for m in n.members] for n in found.family.nodes)
+    assert not any("in eval" in case.sentence for case in found.family.special_cases)
+
+
+def test_the_batch_norm_of_the_picture_for_text_has_one_mean_a_position():
+    found = compare("... [d]; affine=d", "[b] s [d]; affine=s", WHICH_MEAN)
+    assert found.differences[0] == (
+        "6 means of 4 elements against 3 means of 8: one mean a token against one mean a position."
+    )
+
+
+def test_an_uncentred_value_over_a_deviation_has_no_root_mean_square():
+    found = compare("keras.rms_scaling", "timm.simple_norm", (2, 4))
+    assert found.equalities[0] == "Both take 2 deviations of 4 elements: one deviation a row."
+    against = compare("keras.rms_scaling", "keras.rms_norm", (2, 4))
+    assert against.statistics == "different"
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        ("max", "in b it is the least that divides"),
+        ("std", "in b it stands outside the root, added to what divides"),
+    ],
+)
+def test_where_eps_stands_is_said_in_whole_sentences(placement, said):
+    found = compare("... [d]", f"... [d]; eps_placement={placement}", (2, 4))
+    assert f"eps in a stands inside the root, {said}." in " ".join(found.differences)

@@ -3,7 +3,9 @@
 import functools
 import itertools
 import json
+import math
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -437,3 +439,23 @@ def test_without_rich_the_extra_is_named(monkeypatch):
     assert found.num_groups == 2
     with pytest.raises(ModuleNotFoundError, match=r"axisnorm\[lens\]"):
         found.to_text()
+
+
+def test_values_that_are_not_finite_are_located():
+    x = np.zeros((2, 3, 4))
+    x[1, 0, 2], x[1, 2, 3] = math.inf, math.nan
+    with pytest.raises(ArgumentError, match=r"x\[1, 0, 2\] is inf and 1 more is not finite"):
+        explain("... [d]", x)
+
+
+def test_one_mean_is_no_means():
+    assert repr(explain("[...]", (1,))).endswith("1 mean of 1 element)")
+
+
+def test_large_shapes_take_no_memory_until_their_elements_are_asked_for():
+    tracemalloc.start()
+    found = explain("... [d]; affine=d", (1000, 1000, 1000))
+    found.to_text(width=80), found.to_json()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 16e6 and found.num_groups == 10**6

@@ -22,7 +22,9 @@ KEYS = {
 
 
 def forward(x, scheme, *parameters, **given):
-    return reference.forward(x, scheme, *parameters, **given)[0]
+    # The variances of the largest numbers are infinite, though the output is not.
+    with np.errstate(over="ignore"):
+        return reference.forward(x, scheme, *parameters, **given)[0]
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -736,3 +738,88 @@ def test_a_division_by_the_mean_absolute_deviation_is_no_norm():
 def test_subnormal_numbers():
     x = normal(16, 32) * 1e-310
     assert identify(x, forward(x, Scheme("... [d]"))).conclusion
+
+
+@pytest.mark.parametrize("given", ["nothing", "weight", "bias", "weight and bias"])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_affine_map_with_the_given_parameters_is_no_norm(given, seed):
+    # Standardized data has a root mean square near 1: with a fitted eps it would be an RMSNorm.
+    x = normal(64, 256, seed=seed, dtype=np.float32)
+    parameters = {}
+    if "weight" in given:
+        parameters["weight"] = uniform(256, dtype=np.float32)
+    if "bias" in given:
+        parameters["bias"] = normal(256, seed=9, dtype=np.float32)
+    y = x * parameters.get("weight", 1) + parameters.get("bias", 0)
+    found = identify(x, y, **parameters)
+    assert found.best is None and found.indistinguishable == ()
+    assert "nothing was normalized" in found.reason
+    assert ("times the given weight" in found.reason) == ("weight" in given)
+    assert ("plus the given bias" in found.reason) == ("bias" in given)
+
+
+def test_a_relu_is_no_norm():
+    x = normal(64, 256, dtype=np.float32)
+    found = identify(x, np.maximum(x, 0))
+    assert found.best is None and "Where it is not 0, the output is the input" in found.reason
+
+
+@pytest.mark.parametrize("factor", [0.999, 1 / math.sqrt(1 + 1e-5), 0.5, 0.8])
+def test_a_number_times_the_input_is_no_norm(factor):
+    for seed in range(3):
+        x = normal(32, 64, seed=seed)
+        found = identify(x, x * factor)
+        assert found.best is None and "one affine map of all elements" in found.reason
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e200, 1e154, 1e100, 1e61, 1e-61, 1e-160, 1e-300])
+@pytest.mark.parametrize(
+    "text", ["... [d]", "... [d]; center=false", "[n] d", "... [d]; correction=1", "n (g=4 [d])"]
+)
+def test_squares_that_have_no_place_in_double(scale, text):
+    x = normal(6, 20) * scale
+    scheme = Scheme(text, eps=0.0)
+    best = identify(x, forward(x, scheme)).best
+    assert elements(best.scheme, x.shape) == elements(scheme, x.shape)
+    assert constants(best.scheme)[:3] == constants(scheme)[:3] and best.free_parameters == 0
+    low, high = best.eps_interval
+    assert low == 0 and (high > 1 if scale > 1 else high < 1e-100)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e150, 1e-150, 1e-300])
+def test_what_is_no_norm_of_extreme_numbers_is_none(scale):
+    x = normal(6, 20) * scale
+    for y in (np.tanh(x / scale), x / scale, forward(x, Scheme("... [d]; scale=var; eps=0"))):
+        if np.isfinite(y).all():
+            found = identify(x, y)
+            assert found.best is None and "nan" not in found.to_text()
+    json.loads(identify(x, np.tanh(x / scale)).to_json())
+
+
+def test_running_statistics_of_extreme_numbers():
+    x = normal(6, 4, 5) * 1e200
+    mean, var = normal(4, seed=2) * 1e200, uniform(4) * 1e300
+    y = (x - mean[:, None]) / np.sqrt(var)[:, None]
+    found = identify(x, y, running_mean=mean, running_var=var)
+    assert found.best.scheme.statistics == "running" and found.best.free_parameters == 0
+
+
+def test_the_repr_of_a_candidate_lists_no_parameters():
+    x = normal(8, 300)
+    best = identify(x, forward(x, Scheme("... [d]; affine=d"), uniform(300))).best
+    assert best.weight.shape == (300,) and "array(" not in repr(best)
+
+
+@pytest.mark.parametrize("eps", [0.03, 0.3, 1.7])
+@pytest.mark.parametrize(
+    "text",
+    ["", "center=false", "eps_placement=std", "scale=var", "center=false; scale=std"],
+)
+def test_an_unusual_eps_beside_fitted_weights_and_very_different_groups(text, eps):
+    x = normal(48, 24) * 10 ** np.random.default_rng(3).uniform(-1.5, 1.5, (48, 1))
+    scheme = Scheme(f"... [d]; affine=d; {text}", eps=eps)
+    y = forward(x, scheme, uniform(24), normal(24, seed=5))
+    best = identify(x.astype(np.float32), y.astype(np.float32)).best
+    assert best.axes == (1,) and best.scheme.center == scheme.center
+    assert best.scheme.scale == scheme.scale
+    assert best.eps_interval[0] <= eps * 1.01 and best.eps_interval[1] >= eps * 0.99

@@ -259,3 +259,18 @@ def test_a_colon_in_a_name(capsys, folder, arrays):
     np.save("a:b.npy", arrays["x"])
     status, _, err = run(capsys, "a:b.npy", "y.npy")
     assert (status, err) == (0, "")
+
+
+def test_what_torch_finds_odd_about_a_file_is_not_printed(capfd, folder, recwarn):
+    with open("protocol.pt", "wb") as file:
+        pickle.dump({"x": np.zeros(3)}, file, protocol=4)
+    with pytest.raises(ArgumentError, match="Pickled objects can run any code"):
+        read("protocol.pt")
+    assert not recwarn and capfd.readouterr().err == ""
+
+
+def test_a_text_that_is_called_a_file_of_torch(folder):
+    with open("text.pt", "w") as file:
+        file.write("hello")
+    with pytest.raises(ArgumentError, match=r"'text.pt' does not \(it cannot be unpacked\)"):
+        read("text.pt")

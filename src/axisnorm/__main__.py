@@ -67,8 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, flush=True)
     except BrokenPipeError:
         # The reader has seen enough. What is left in the buffer goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        print(f"axisnorm {given[0]}: The result cannot be printed: {error}.", file=sys.stderr)
+        return 2
     return int(status)
+
+
+def _drop_output() -> None:
+    """Leave nothing for Python to write at its end, where that would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _options(command: argparse.ArgumentParser, drawn: bool) -> None:

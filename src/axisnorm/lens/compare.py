@@ -24,7 +24,7 @@ from .explain import (
 from .family import Family, family_of, reasons, refines
 from .half_types import HALF_TYPES, rounded
 from .meaning import Meaning, alike, same_parameters
-from .naming import affine_axes, in_words
+from .naming import affine_axes, in_words, kind_of_mean
 from .result import Result
 from .subject import is_shape, read_shape, read_subject, shape_said, sized
 from .witness import Agreement, Example, agreements_of, smallest_example
@@ -266,8 +266,7 @@ def _spread(meaning: Meaning, other: Meaning) -> str:
 def _groups(meaning: Meaning) -> str:
     """As in ``"6 means of 4"``."""
     count = math.prod(meaning.sizes.expanded[i] for i in statistics_dimensions(meaning.sizes))
-    kind = "mean" if meaning.scheme.center else "root mean square"
-    kind = "length" if meaning.scheme.scale == "l2" else kind
+    kind = kind_of_mean(meaning.scheme)
     kind = f"running {kind}" if meaning.running else kind
     return f"{count:,} {kind}{'' if count == 1 else 's'} of {meaning.group_size:,}"
 
@@ -390,7 +389,7 @@ def _constants(a: Meaning, b: Meaning, dtypes: Sequence[str]) -> Part:
         different.append(f"eps: {_eps(a)} against {_eps(b)}.")
     if differs("eps_placement"):
         one, two = (_PLACES[m.scheme.eps_placement] for m in (a, b))
-        different.append(f"eps stands {one} against {two}.")
+        different.append(f"eps in a {one}, in b it {two}.")
     if differs("formula"):
         one, two = (_FORMULAS[m.formula] for m in (a, b))
         different.append(f"What divides: {one} against {two}.")
@@ -435,9 +434,9 @@ def _eps(meaning: Meaning) -> str:
 
 
 _PLACES = {
-    "variance": "inside the root",
-    "std": "outside the root, added to what divides",
-    "max": "for the least that divides",
+    "variance": "stands inside the root",
+    "std": "stands outside the root, added to what divides",
+    "max": "is the least that divides",
 }
 _FORMULAS = {
     "root": "the root of the variance",
@@ -521,7 +520,8 @@ def _same_constants(meaning: Meaning, other: Meaning, full: bool) -> str:
     if not full:
         return "No constant matters: a group of one element gives the bias."
     scheme = meaning.scheme
-    said = [f"eps {_eps(meaning)} {_PLACES[scheme.eps_placement]}"]
+    place = _PLACES[scheme.eps_placement].removeprefix("stands ")
+    said = [f"eps {_eps(meaning)}{' which' * place.startswith('is ')} {place}"]
     if not meaning.running and meaning.spread != "l2":
         alone = meaning.group_size == other.group_size
         said.append(f"divisor {_divisor(meaning) if alone else _less(scheme.correction)}")

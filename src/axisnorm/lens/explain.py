@@ -35,6 +35,7 @@ __all__ = [
     "explained",
     "finite_double",
     "named_norms",
+    "not_finite",
     "part_names",
     "partition",
     "statistics_dimensions",
@@ -93,9 +94,9 @@ class Explanation(Result):
     var: NDArray[np.float64] | None = None
     worked: Worked | None = None
     x: NDArray[np.float64] | None = None
+    """The tensor that was given, in float64."""
     parameters: frozenset[str] | None = None
     """Which of weight and bias a module has; None where that is open, as in a notation."""
-    """The tensor that was given, in float64."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -181,9 +182,11 @@ class Explanation(Result):
         }
 
     def __repr__(self) -> str:
+        means = "mean" if self.num_groups == 1 else "means"
+        elements = "element" if self.group_size == 1 else "elements"
         return (
-            f"Explanation('{self.scheme}' on {self.shape}: {self.num_groups} means "
-            f"of {self.group_size} elements)"
+            f"Explanation('{self.scheme}' on {self.shape}: {self.num_groups} {means} "
+            f"of {self.group_size} {elements})"
         )
 
 
@@ -482,12 +485,31 @@ def finite_double(tensor: Any) -> NDArray[np.float64]:
             f"The tensor is {str(tensor.dtype).removeprefix('torch.')}. Give its real part."
         )
     x = double(tensor)
-    if x is None or not np.isfinite(x).all():
+    assert x is not None
+    where = not_finite(x, "x")
+    if where:
         raise ArgumentError(
-            "A group is worked through on finite numbers. The tensor holds NaN or infinity. "
+            f"A group is worked through on finite numbers. {where}. "
             "Give only its shape, or another tensor."
         )
     return x
+
+
+def not_finite(values: NDArray[np.float64], name: str) -> str:
+    """Where a NaN or infinity stands, and how many others; empty where all numbers are finite.
+
+    >>> not_finite(np.array([[0.0, np.nan], [np.inf, 1.0]]), "x")
+    'x[0, 1] is nan and 1 more is not finite'
+    """
+    finite = np.isfinite(values)
+    if finite.all():
+        return ""
+    index = tuple(int(i) for i in np.argwhere(~finite)[0])
+    said = f"{name}[{', '.join(map(str, index))}] is {values[index]:g}"
+    others = int(values.size - finite.sum()) - 1
+    if others:
+        said += f" and {others:,} more {'is' if others == 1 else 'are'} not finite"
+    return said
 
 
 def double(value: Any) -> NDArray[np.float64] | None:

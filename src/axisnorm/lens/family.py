@@ -274,6 +274,9 @@ def _special_cases(
                 yield SpecialCase(name, first, f"{name} is {first} where every mean is 0.")
             continue
         if before:
+            if scheme.statistics == "running":
+                # It has the places of its statistics in common with training, not their values.
+                continue
             own = _affine(scheme, shape)
             # One with the same weight says more than one with another.
             near = next((one for one in before if _affine(one[1], shape) == own), before[0])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..scheme import ArgumentError, DtypeError
+from .explain import not_finite
 from .identifying.evidence import Floats, double, pair_of
 from .identifying.files import SUFFIXES, arrays_of, read
 from .identifying.fit import Given, places
@@ -94,7 +96,14 @@ def identify(
     _check_parameters(given, tuple(x.shape))
     # Squares of numbers near the ends of double's range overflow: such hypotheses do not fit.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        study = Study(pair_of(x, y), given, tuple(str(a.dtype).split(".")[-1] for a in (x, y)))
+        pair = pair_of(x, y)
+        if given.running_mean is not None and given.running_var is not None:
+            given = replace(
+                given,
+                running_mean=given.running_mean * pair.unit,
+                running_var=given.running_var * pair.unit * pair.unit,
+            )
+        study = Study(pair, given, tuple(str(a.dtype).split(".")[-1] for a in (x, y)))
         return study.result()
 
 
@@ -162,15 +171,11 @@ def _how_to_align(x: tuple[int, ...], y: tuple[int, ...]) -> str:
 
 
 def _check_values(name: str, values: Floats) -> None:
-    finite = np.isfinite(values)
-    if not finite.all():
-        index = tuple(int(i) for i in np.argwhere(~finite)[0])
-        bad = values[index]
-        count = int(values.size - finite.sum())
-        others = f" and {count - 1} more are not finite" if count > 1 else ""
+    where = not_finite(values, name)
+    if where:
         raise ArgumentError(
-            f"All numbers have to be finite. {name}[{', '.join(map(str, index))}] is {bad}"
-            f"{others}. Cut such elements out, with whole groups, or use another input."
+            f"All numbers have to be finite. {where}. "
+            "Cut such elements out, with whole groups, or use another input."
         )
 
 

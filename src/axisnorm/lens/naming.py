@@ -22,6 +22,8 @@ def kind_of_mean(scheme: Scheme) -> str:
     """What there is one of for each group."""
     if scheme.scale == "l2":
         return "length"
+    if not scheme.center and scheme.scale == "std":
+        return "deviation"
     return "mean" if scheme.center else "root mean square"
 
 
@@ -84,6 +86,9 @@ def is_trailing(sizes: Sizes) -> bool:
     """Whether features are the last axis (tokens), not axis 1 (images)."""
     layout = sizes.layout
     last = (layout.ndim - 1,)
+    if layout.ndim == 3 and layout.axes[1][-1].name == "s":
+        # Tokens by their name, wherever the weight stands: the batch norm of the picture for text.
+        return True
     if affine_axes(sizes):
         return affine_axes(sizes) == last
     channels_first = any(axis[-1].name == "c" for axis in layout.axes[:2])

@@ -228,6 +228,8 @@ def sized(texts: tuple[str, ...], sizes: str | None) -> list[Scheme | str]:
         ArgumentError: the sizes are not written so, or a name stands in none of the schemes.
     """
     if sizes is None:
+        for text in texts:
+            _check_known(known_scheme(text))
         return list(texts)
     said = _sizes_said(sizes)
     schemes = [known_scheme(text) for text in texts]
@@ -243,6 +245,18 @@ def sized(texts: tuple[str, ...], sizes: str | None) -> list[Scheme | str]:
         scheme.with_sizes({name: size for name, size in said.items() if name in own})
         for scheme, own in zip(schemes, names, strict=True)
     ]
+
+
+def _check_known(scheme: Scheme) -> None:
+    """Refuse an axis of several unknown parts, with the option that says one of them."""
+    for axis in scheme.parsed:
+        unknown = [part.name for part in axis if part.size is None]
+        if len(unknown) > 1:
+            raise ArgumentError(
+                "In parentheses at most one size may be unknown. "
+                f"'{unknown[0]}' and '{unknown[1]}' are in '{scheme.axes}'. "
+                f"Say one of them, as in --sizes {unknown[0]}=4."
+            )
 
 
 def _sizes_said(text: str) -> dict[str, int]:

@@ -55,6 +55,10 @@ REFUTED = 1.25
 """No factor explains what is so much further off than rounding allows: the bound itself follows
 from a factor that is slightly off."""
 
+LARGEST, SMALL_OUTPUT = 2.0**200, 2.0**-100
+"""Inputs beyond these, or below their inverse, are searched in another unit: the products of
+squares that a search takes would leave the range of double."""
+
 INSPECTED = 1 << 15
 """So many values tell the type that all of them fit in."""
 
@@ -123,6 +127,9 @@ class Pair:
     """Whether the mask holds for the statistics too."""
     decimals: int | None = None
     """How many decimals the output was printed with, None where it was not."""
+    unit: float = 1.0
+    """The power of two that the input was multiplied by. Where it is not 1 every eps in use is
+    too small, or too large, to be told from 0."""
     cache: dict[Any, Any] = field(default_factory=dict)
     """What was summed before: nothing in it depends on the noise."""
 
@@ -175,7 +182,18 @@ def pair_of(x: Any, y: Any) -> Pair:
     compute = min(max(compute, UNITS["float64"]), UNITS["float32"])
     unit = max(narrow, compute)
     noise = Noise(unit, compute, smallest=SMALLEST[own], twice_rounded=narrow > UNITS["float32"])
-    return Pair(wide_x, wide_y, x_dtype, own, noise)
+    scale = _unit_of(wide_x, wide_y)
+    return Pair(wide_x * scale, wide_y, x_dtype, own, noise, unit=scale)
+
+
+def _unit_of(x: Floats, y: Floats) -> float:
+    """The power of two that brings a very large or small input near 1; 1 for all others."""
+    largest = float(np.abs(x).max())
+    small = largest < 1 / LARGEST and float(np.abs(y).max()) > SMALL_OUTPUT
+    if largest <= LARGEST and not small:
+        return 1.0
+    _, exponent = math.frexp(largest)
+    return math.ldexp(1.0, min(-exponent, 1000))
 
 
 def double(values: Any) -> Floats:

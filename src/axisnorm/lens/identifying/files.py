@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -214,12 +215,18 @@ def _read_torch(path: Path, allow_pickle: bool) -> Arrays:
     import pickle
 
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+        with warnings.catch_warnings():
+            # What torch finds odd about a file is no news beside whether it can be read.
+            warnings.simplefilter("ignore")
+            loaded = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error) and not allow_pickle and _is_pickled(path):
             raise _pickled(path, "objects that are no tensors") from error
         raise _not_what_it_says(path, "tensors of torch", "it cannot be unpacked") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError) as error:
+    except KeyError as error:
+        # The unpickler looks the first byte up among its instructions.
+        raise _not_what_it_says(path, "tensors of torch", "it cannot be unpacked") from error
+    except (RuntimeError, EOFError, ValueError, AttributeError, ImportError) as error:
         raise _not_what_it_says(path, "tensors of torch", error) from error
     found = dict(_tensors(loaded, ""))
     if not found:

@@ -220,6 +220,8 @@ def places(known: Floats, shape: tuple[int, ...]) -> Iterator[Place]:
 
 def usual_eps(formula: Formula, pair: Pair) -> Sequence[float]:
     """The values of eps in use with a formula, the commonest first."""
+    if pair.unit != 1:
+        return (0.0,)
     if formula.placement == "max":
         return (1e-12, *USUAL_EPS)
     if formula.scale == "std" and not formula.center:

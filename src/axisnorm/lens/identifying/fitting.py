@@ -47,10 +47,17 @@ NEAR = 30.0
 SCREENED_EPS = (1e-12, 1e-6, 1e-5, 1e-3)
 """Values of eps that stand for all where weights are fitted to a sample."""
 
+EPS_STEP = 8.0
+"""Between variances that differ much so far apart are the values of eps that are tried, and so
+many of them at most."""
+MOST_EPS = 12
+
 MOST_LEADS = 48
 
-EXPLAINED = 0.2
-"""What a hypothesis must leave over at most, of the output's variance, to be looked at."""
+EXPLAINED = 0.05
+EXPLAINED_VAR = 0.2
+"""What a hypothesis must leave over at most, of the output's variance, to be looked at: with an
+eps between those that are tried. A variance without its root moves with eps twice as much."""
 
 EVIDENCE_BITS = 60.0
 """What a fit with fitted weights must explain beyond them, so that it is no chance."""
@@ -199,11 +206,12 @@ class _Fitter:
                         left = max(left, 1e-14 * float(sample.sums[1].sum()))
                         best[family] = min(left, best.get(family, math.inf))
                     ranked = sorted(best, key=lambda family: best[family])
-                    most = EXPLAINED * float(sample.sums[1 + with_bias].sum())
-                    most = min(most, NEAR * best[ranked[0]])
+                    total = float(sample.sums[1 + with_bias].sum())
+                    most = NEAR * best[ranked[0]]
                     for family in ["root"] if free else ranked[:2]:
                         left = best[family]
-                        if left > most:
+                        explained = EXPLAINED_VAR if family == "var" else EXPLAINED
+                        if left > min(most, explained * total):
                             continue
                         yield _Lead(
                             sharing,
@@ -325,19 +333,23 @@ def _factors(value: Floats, unit: float) -> Iterator[tuple[str, Floats]]:
     if least == 0:
         safe = np.where(value > 0, value, np.inf)
         least = float(safe.min())
-    middle = float(np.median(safe.ravel()[:: max(1, safe.size // 64)]))
+    few = np.sort(safe.ravel()[:: max(1, safe.size // 64)])
+    middle = float(few[few.size // 2])
     if not math.isfinite(middle):
         middle = most
     root = np.sqrt(safe)
     yield "root", 1.0 / root
-    own = (0.1 * middle, middle, 10 * middle) if most > 4 * least else (middle,)
+    # Where variances differ much, every size between them changes the factors in its own way.
+    between = range(-1, min(math.ceil(math.log(most / least, EPS_STEP)) + 2, MOST_EPS))
+    own = [least * EPS_STEP**k for k in between] if most > 4 * least else [middle]
     for eps in (*SCREENED_EPS, *own):
-        if unit * least < eps < 100 * middle:
+        if unit * least < eps < 100 * max(middle, most):
             yield "root", 1.0 / np.sqrt(value + eps)
     yield "var", 1.0 / safe
-    yield "var", 1.0 / (value + 0.3 * middle)
     yield "fourth root", 1.0 / np.sqrt(root)
-    yield "fourth root", 1.0 / np.sqrt(root + 0.3 * math.sqrt(middle))
+    for eps in own if most > 4 * least else [0.3 * middle]:
+        yield "var", 1.0 / (value + eps)
+        yield "fourth root", 1.0 / np.sqrt(root + math.sqrt(eps))
 
 
 class _Trial:
@@ -408,7 +420,7 @@ class _Trial:
                     scaled = interval[0] * (eps / own), interval[1] * (eps / own)
                     return self.confirmed(fitter, eps, scaled, False, formula)
         best, fitted = (usual[0], False) if usual else (self.nearest(), True)
-        if not self.passes(best):
+        if not self.passes(best) or (fitted and self.pair.unit != 1):
             return self.refuted(best)
         interval = self.interval(best)
         unbounded = interval[1] == math.inf and (not self.lead.center or fitted)

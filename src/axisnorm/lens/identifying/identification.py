@@ -50,9 +50,9 @@ class Candidate:
     """The names of the published norms that compute this, as in :data:`axisnorm.PRESETS`."""
     affine_axes: tuple[int, ...] = ()
     """The tensor's axes along which weight and bias vary."""
-    weight: NDArray[np.float64] | None = field(default=None, compare=False)
+    weight: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
     """The weight as it is multiplied by, of the scheme's affine shape."""
-    bias: NDArray[np.float64] | None = field(default=None, compare=False)
+    bias: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
     weight_from: str = "none"
     """``"none"``, ``"given"`` or ``"fitted"``."""
     bias_from: str = "none"

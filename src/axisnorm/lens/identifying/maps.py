@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .evidence import Pair
+from .evidence import Floats, Pair
+from .fit import Given, assignments
 from .hypotheses import subsets, whole
 from .least_squares import line
 from .sampling import COLUMNS, ROWS, number_of, offsets, some
 
-__all__ = ["Map", "maps"]
+__all__ = ["Map", "maps", "with_given_parameters"]
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,18 @@ class Map:
     free_parameters: int
     trivial: bool
     """So few elements share the numbers that any output is such a map."""
+    given: bool = False
+    """Whether the numbers are the weight and bias that came."""
 
 
-def maps(pair: Pair) -> list[Map]:
+def maps(pair: Pair, given: Given) -> list[Map]:
     """The maps without statistics that explain the output, those of fewest numbers first."""
     shape = pair.shape
     found = []
-    one = pair.noise.bound(2, np.abs(pair.y), 0.0)
-    if bool((np.abs(pair.y - pair.x) <= one).all()):
+    if is_input(pair, None, None):
         found.append(Map((), False, 0, False))
+    elif with_given_parameters(pair, given):
+        found.append(Map((), given.bias is not None, 0, False, given=True))
     random = np.random.default_rng(0)
     sharing = whole(shape, [])
     sets = {tuple(i for i in axes if shape[i] > 1) for axes in ((), *subsets(len(shape)))}
@@ -56,6 +60,24 @@ def maps(pair: Pair) -> list[Map]:
                 fitted = numbers * (1 + with_bias)
                 found.append(Map(axes, with_bias, fitted, each <= 1 + with_bias))
     return sorted(found, key=lambda m: (m.trivial, m.free_parameters))
+
+
+def is_input(pair: Pair, weight: Floats | None, bias: Floats | None) -> bool:
+    """Whether the output is the input, times the weight and plus the bias if there are."""
+    if pair.unit != 1:
+        return False
+    predicted = pair.x if weight is None else pair.x * weight
+    shift = 0.0 if bias is None else np.abs(bias)
+    predicted = predicted if bias is None else predicted + bias
+    off = np.abs(pair.y - predicted) > pair.noise.bound(2, np.abs(predicted), 0.0, 0.0, shift)
+    return not bool((off if pair.mask is None else off & pair.mask).any())
+
+
+def with_given_parameters(pair: Pair, given: Given) -> bool:
+    """Whether the given weight and bias alone make the output of the input."""
+    if given.weight is None and given.bias is None:
+        return False
+    return any(is_input(pair, weight, bias) for _, weight, bias in assignments(pair, given))
 
 
 def _is_map(pair: Pair, places: NDArray[np.int64], with_bias: bool) -> bool:

@@ -62,7 +62,9 @@ def search(pair: Pair, given: Given, *, fitting: bool = True) -> list[Fit]:
             break
     if not fitting or any(fit.fits for fit in found):
         return found
-    limit = min((m.free_parameters for m in maps(pair) if not m.trivial), default=pair.x.size)
+    limit = min(
+        (m.free_parameters for m in maps(pair, given) if not m.trivial), default=pair.x.size
+    )
     for affine_of, weight, bias in assignments(pair, given):
         if given.weight is not None and given.bias is not None:
             break
@@ -274,6 +276,8 @@ def _free_correction(factors: Any, statistics: Statistics, center: bool) -> floa
     off = 2 * factors.uncertainty[keep] / factors.factor[keep] * inverse
     scale = 1.0 / np.maximum(off, 1e-300)
     columns = np.stack([variance * scale, scale], 1)
+    if not (np.isfinite(columns).all() and np.isfinite(inverse * scale).all()):
+        return None
     (slope, _), *_ = np.linalg.lstsq(columns, inverse * scale, rcond=None)
     if not slope > 0:
         return None
@@ -293,7 +297,7 @@ def _eps_choices(
     for eps in usual_eps(formula, pair):
         if low <= eps <= high:
             yield eps, False
-    if math.isfinite(high) and high > 0:
+    if math.isfinite(high) and high > 0 and pair.unit == 1:
         around = 0.1 * (high - low)
         yield roundest(max(nearest - around, low), min(nearest + around, high)), True
         yield nearest, True

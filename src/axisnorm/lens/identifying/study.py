@@ -16,7 +16,7 @@ from ..naming import affine_axes, in_words
 from .deciding import decisions
 from .digits import computed_in, rounding_order
 from .evidence import UNITS, Floats, Noise, Pair, double, printed_decimals
-from .fit import Fit, Given, machine_eps, places
+from .fit import Fit, Given, machine_eps, places, usual_eps
 from .hypotheses import (
     CENTRED,
     UNCENTRED,
@@ -28,7 +28,7 @@ from .hypotheses import (
     sharings,
 )
 from .identification import Candidate, Decision, Identification, axes_in_words
-from .maps import Map, maps
+from .maps import Map, maps, with_given_parameters
 from .mistakes import mistake_of, twice
 from .search import known_fits, nearest, nearest_screened, ruled_out, search
 
@@ -44,6 +44,9 @@ PLAUSIBLE_EPS = 0.01
 """A fitted eps above this is no eps that anyone chose, unless it is small beside the variance."""
 
 PLAUSIBLE_SHARE = 0.05
+
+BY_CHANCE = 1e-5
+"""Data that is standardized has a root mean square near 1: so near it is seldom."""
 
 CLEARLY_WORSE = 3.0
 """A fit whose differences are this many times larger on average is none, given enough elements."""
@@ -98,16 +101,16 @@ class Study:
         found = self.found()
         if found is None:
             return self.nothing()
-        own_maps = maps(found.pair)
+        own_maps = maps(found.pair, self.given)
         fits = self.ranked(found)
         best = fits[0]
         least = min((m.free_parameters for m in own_maps if not m.trivial), default=None)
         if own_maps and own_maps[0].free_parameters == 0 and best.affine.fitted == 0:
-            return self.identity(found, fits)
+            return self.identity(found, fits, own_maps[0])
         small = best.affine.fitted == 0 and not self.implausible(best)
         if least is not None and least <= best.free_parameters - small:
             return self.map_only(own_maps, found.pair)
-        if self.says_nothing(best, fits):
+        if self.says_nothing(best, BY_CHANCE):
             return self.map_only(own_maps, found.pair)
         return self.identified(found, fits)
 
@@ -157,10 +160,10 @@ class Study:
     def plain_maps(self) -> list[Map]:
         """The maps without statistics that fit, where any do with the least of rounding."""
         for pair in (self.pair, *self.rough):
-            found = maps(pair)
+            found = maps(pair, self.given)
             if any(not m.trivial for m in found):
                 return found
-        return maps(self.pair)
+        return maps(self.pair, self.given)
 
     def attempts(self) -> Iterator[_Found]:
         pair, given = self.pair, self.given
@@ -179,6 +182,8 @@ class Study:
                 )
                 yield _Found(search(rough, given), rough, (note,))
             yield _Found(search(pair, given), pair)
+        if with_given_parameters(pair, given):
+            yield _Found([], pair, last_plain=True)
         yield from self.with_fitted_parameters(pair)
         yield from self.sloppy(fitting=False)
         yield _Found([], pair, last_plain=True)
@@ -228,7 +233,7 @@ class Study:
     def composed(self) -> Iterator[_Found]:
         """A norm may have been applied to the output of another one, or of itself."""
         pair = self.pair
-        if pair.x.size > COMPOSED_ELEMENTS:
+        if pair.x.size > COMPOSED_ELEMENTS or pair.unit != 1:
             return
         given = Given(self.given.weight, self.given.bias)
         near = []
@@ -345,6 +350,9 @@ class Study:
                 moved += other if used and whole else [other[k] for k in used]
             dimensions = tuple(moved)
         eps: float | None = fit.eps
+        if self.pair.unit < 1:
+            # Beside an input so large every eps in use is 0: the commonest stands for all.
+            eps = usual_eps(fit.formula, replace(self.pair, unit=1.0))[0]
         if not fit.formula.center and fit.formula.scale == "auto" and eps == machine_eps(self.pair):
             eps = None
         return (sharing or fit.sharing).scheme(
@@ -355,6 +363,16 @@ class Study:
             statistics="running" if fit.running else "batch",
         )
 
+    def interval(self, fit: Fit) -> tuple[float, float]:
+        """Between which values eps lies, in the unit of the input as it came."""
+        if self.pair.unit == 1:
+            return fit.interval
+        h, _ = fit.formula.exponents
+        with np.errstate(all="ignore"):
+            square = np.float64(self.pair.unit) ** (2 * h)
+            low, high = (float(eps / square) if eps else 0.0 for eps in fit.interval)
+        return low, high
+
     def norms(self, scheme: Scheme) -> tuple[str, ...]:
         """The published norms that compute this."""
         half = self.pair.noise.twice_rounded
@@ -363,9 +381,17 @@ class Study:
         )
         return tuple(found)
 
-    def says_nothing(self, best: Fit, fits: Sequence[Fit]) -> bool:
-        """Whether an eps that no one chose is all that gives the scale, in every group alike."""
-        if not self.implausible(best) or best.affine.fitted:
+    def says_nothing(self, best: Fit, by_chance: float) -> bool:
+        """Whether a fitted eps is all that gives the scale, in every group alike.
+
+        Nothing is predicted then. Without a mean that is subtracted this begins where eps is a
+        larger share of the variance than ``by_chance``.
+        """
+        if not best.eps_fitted or best.affine.fitted or best.running:
+            return False
+        base = best.statistics.base(best.formula)
+        chance = not best.formula.center and best.eps > by_chance * float(np.median(base))
+        if not self.implausible(best) and not chance:
             return False
         statistics = self.pair.statistics(best.sharing)
         values = statistics.var if best.formula.center else statistics.meansquare
@@ -431,7 +457,7 @@ class Study:
             fit.tolerance,
             fit.free_parameters,
             fit.fits,
-            fit.interval,
+            self.interval(fit),
             code,
             meant,
             norms=self.norms(scheme),
@@ -509,13 +535,25 @@ class Study:
 
     # ---- when there is no norm to name
 
-    def identity(self, found: _Found, fits: Sequence[Fit]) -> Identification:
+    def identity(self, found: _Found, fits: Sequence[Fit], own: Map) -> Identification:
+        said = self.unchanged(own, found.pair)
+        if self.says_nothing(fits[0], 0.0):
+            return Identification(
+                tuple(self.near()), None, self.shape, self.dtypes, f"{said}.", found.notes
+            )
         result = self.identified(found, fits)
-        reason = (
-            "The output is the input: nothing was normalized, or the input was normalized "
-            "already and what fits below changes nothing."
-        )
+        reason = f"{said}, or the input was normalized already and what fits below changes nothing."
         return replace(result, best=None, reason=reason, decisions=())
+
+    def unchanged(self, own: Map, pair: Pair) -> str:
+        """The sentence, without its end, of an output that is no normalization."""
+        what = "the input"
+        if own.given and self.given.weight is not None:
+            what += " times the given weight"
+        if own.given and self.given.bias is not None:
+            what += " plus the given bias"
+        where = "The output is" if pair.mask is None else "Where it is not 0, the output is"
+        return f"{where} {what}: nothing was normalized"
 
     def map_only(self, found_maps: Sequence[Map], pair: Pair) -> Identification:
         own = found_maps[0] if found_maps else Map((), True, 2, False)
@@ -530,7 +568,7 @@ class Study:
             )
         decision = Decision(
             (),
-            2.0 * self.pair.x + 1.0 if self.pair.x.size <= 64 else np.zeros(0),
+            2.0 * (self.pair.x / self.pair.unit) + 1.0 if self.pair.x.size <= 64 else np.zeros(0),
             (),
             "Run it on 2 * x + 1. An output that stays the same, but for eps, is normalized with "
             "the statistics of the batch; one that follows the input uses stored ones, or none.",
@@ -547,7 +585,7 @@ class Study:
     def nothing(self) -> Identification:
         own = self.maps
         if own and own[0].free_parameters == 0:
-            reason = "The output is the input: nothing was normalized."
+            reason = f"{self.unchanged(own[0], self.pair)}."
             return Identification(tuple(self.near()), None, self.shape, self.dtypes, reason=reason)
         if own:
             return self.map_only(own, self.pair)
