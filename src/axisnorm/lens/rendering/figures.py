@@ -45,7 +45,7 @@ from .cube import Grouping, affine_grouping, box_of, draw_tensor, footprint, sta
 from .folding import alike, folded, worst_first
 from .placing import place
 from .residuals import chart_of
-from .wording import count, seconds
+from .wording import count, seconds, shared_statistic
 
 if TYPE_CHECKING:
     from ..compare import Comparison
@@ -138,17 +138,6 @@ def _compact(svg: str, title: str) -> str:
 # Words
 
 
-def _statistic(scheme: Scheme) -> str:
-    """What the elements of a group share."""
-    if scheme.scale == "l2":
-        word = "length"
-    elif scheme.center:
-        word = "mean and variance"
-    else:
-        word = "variance" if scheme.scale == "std" else "root mean square"
-    return f"running {word}" if scheme.statistics == "running" else word
-
-
 def _facts(result: Explanation) -> str:
     scheme = result.scheme
     word = kind_of_mean(scheme)
@@ -165,7 +154,7 @@ def _facts(result: Explanation) -> str:
 
 
 def _partition_title(groups: Grouping, scheme: Scheme) -> str:
-    shared = _statistic(scheme) if groups.word == "mean" else "weight and bias"
+    shared = shared_statistic(scheme) if groups.word == "mean" else "weight and bias"
     if groups.few:
         return f"One letter, one {shared}"
     return f"{next(iter(groups.names.values()))}: one {shared}"

@@ -26,7 +26,7 @@ from .console import (
     to_text,
 )
 from .palette import FILLS, letters
-from .wording import count, off
+from .wording import count, off, shared_statistic
 
 if TYPE_CHECKING:
     from ...scheme import Sizes
@@ -103,14 +103,13 @@ def _head(result: Explanation) -> RenderableType:
     if axes:
         pieces = [f"{axis} x " for axis in axes[:-1]] + axes[-1:]
         facts.add_row(Text("axes", style="dim"), Unbroken(tuple(map(Text, pieces))))
-    means = "mean and variance" if result.scheme.center else "root mean square"
-    if result.scheme.scale == "l2":
-        means = "length"
-    kind = f"running {means}" if result.scheme.statistics == "running" else means
     shared = f"{count(result.group_size, 'element')} each"
     facts.add_row(
         Text("shared", style="dim"),
-        Text.assemble((f"{result.num_groups:,}", "bold"), f" x {kind}, over {shared}"),
+        Text.assemble(
+            (f"{result.num_groups:,}", "bold"),
+            f" x {shared_statistic(result.scheme)}, over {shared}",
+        ),
     )
     if result.scheme.affine:
         where = ", ".join(_affine_names(result))
@@ -260,15 +259,17 @@ def _compared_pictures(result: Comparison) -> RenderableType:
     columns: list[list[RenderableType]] = [
         [picture(side, title=_picture_title(name, side), affine=False)] for name, side in sides
     ]
-    if result.statistics == "equal" and result.a.statistics_shape == result.b.statistics_shape:
+    alike = result.statistics == "equal" and result.a.statistics_shape == result.b.statistics_shape
+    if alike:
         title = _picture_title("a and b", result.a)
         columns = [[picture(result.a, title=title, affine=False)], [Text()]]
     if result.affine == "different" and 0 not in result.shape:
         for column, (name, side) in zip(columns, sides, strict=True):
             column.append(_weights(name, side))
-    # One below the other, samples of large tensors would be a wall.
-    large = math.prod(result.shape) > _DRAWN_IN_FULL
-    return _in_columns(columns, [column[:1] for column in columns] if large else columns)
+    # One below the other, four excerpts of large tensors would be a wall.
+    large = math.prod(result.shape) > _DRAWN_IN_FULL and not alike
+    narrow = [column[:1] if large else column for column in columns]
+    return _in_columns(columns, [[one for one in column if one] for column in narrow])
 
 
 def _weights(name: str, side: Explanation) -> RenderableType:
@@ -640,5 +641,5 @@ def _panels(
         grid.add_row(*cells)
     heading = Text(title, style="bold")
     if any(_GAP in indices for indices in drawn):
-        heading.append("  (a sample)", style="dim")
+        heading.append("  (an excerpt)", style="dim")
     return Group(heading, along, grid) if legend else Group(heading, grid)

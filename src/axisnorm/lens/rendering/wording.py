@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["count", "forward_times", "off", "seconds"]
+from ...scheme import Scheme
+
+__all__ = ["count", "forward_times", "off", "seconds", "shared_statistic"]
 
 
 def count(number: int, word: str) -> str:
@@ -30,6 +32,21 @@ def seconds(value: float) -> str:
     if math.isnan(value):  # an ONNX file that could not be run as a whole
         return "an unknown time"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def shared_statistic(scheme: Scheme) -> str:
+    """What the elements of a group share.
+
+    >>> shared_statistic(Scheme("... [d]; center=false"))
+    'root mean square'
+    """
+    if scheme.scale == "l2":
+        word = "length"
+    elif scheme.center:
+        word = "mean and variance"
+    else:
+        word = "variance" if scheme.scale == "std" else "root mean square"
+    return f"running {word}" if scheme.statistics == "running" else word
 
 
 def forward_times(before: float, after: float) -> str:
