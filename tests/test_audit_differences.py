@@ -142,6 +142,31 @@ def test_a_weight_around_zero_is_that_around_one():
     assert differing(a.diff(unshifted).pairs[0]) == ["constants", "values"]
 
 
+def test_an_exporter_adds_the_offset_of_a_weight_once():
+    weight = np.random.default_rng(0).uniform(0.5, 1.5, 8).astype(np.float32)
+    text = "... [d]; affine=d; center=false"
+    model = audit(norm("n", f"{text}; weight_offset=1", weight=weight - 1), source="module")
+    graph = audit(norm("n", text, weight=weight))
+    assert model.diff(graph).same and graph.diff(model).same
+    lost = audit(norm("n", text, weight=weight - 1))
+    assert differing(model.diff(lost).pairs[0]) == ["constants", "values"]
+
+
+def test_units_that_an_operator_wants_are_no_difference():
+    text = "... [d]; affine=d"
+    ones, zeros = np.ones(8, np.float32), np.zeros(8, np.float32)
+    weight = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+    plain = audit(norm("n", "... [d]"), source="module")
+    assert plain.diff(audit(norm("n", text, weight=ones, bias=zeros))).same
+    assert audit(norm("n", text, weight=ones)).diff(plain).same
+    assert not plain.diff(audit(norm("n", text, weight=weight))).same
+    unbiased = audit(norm("n", text, weight=weight), source="module")
+    assert unbiased.diff(audit(norm("n", text, weight=weight, bias=zeros))).same
+    assert not unbiased.diff(audit(norm("n", text, weight=weight, bias=ones))).same
+    shown = plain.diff(audit(norm("n", text, weight=ones, bias=zeros))).pairs[0]
+    assert [one.role for one in shown.b.parameters] == ["weight", "bias"]
+
+
 def test_large_parameters_are_compared_by_their_summaries():
     values = np.random.default_rng(0).standard_normal(KEPT + 8)
     shape = (2, KEPT + 8)
@@ -271,6 +296,14 @@ def test_norms_that_did_not_run():
 
 def places(found):
     return [(pair.a.path, pair.b.path) for pair in found.pairs]
+
+
+def test_batch_norms_that_an_exporter_put_into_weights_are_spoken_of():
+    running = "[n] c [...]; affine=c; statistics=running"
+    model = audit(norm("n", running, (2, 8, 4, 4)), source="module")
+    found = model.diff(audit())
+    assert not found.same and "may be there" in " ".join(found.notes)
+    assert not audit(norm("n", "... [d]"), source="module").diff(audit()).notes
 
 
 def test_missing_and_further_norms():

@@ -71,6 +71,7 @@ FORMULAS = [
     ({"eps": "max", "value": 1e-3}, "... [d]; eps=0.001; eps_placement=max"),
     ({"eps": "none"}, "... [d]; eps=0"),
     ({"value": 1e-12}, "... [d]; eps=1e-12"),
+    ({"value": 32.0, "weight": parameter(8)}, "... [d]; affine=d; eps=32"),
     ({"sample": True}, "... [d]; correction=1"),
     ({"sample": True, "eps": "outside"}, "... [d]; correction=1; eps_placement=std"),
     ({"center": False, "value": 1e-6}, "... [d]; center=false; eps=1e-06"),
@@ -142,9 +143,30 @@ MORE: dict[str, tuple[Any, tuple[int, ...], str]] = {
     "statistics of the batch, channels last": (
         lambda b: layer_norm(b, axes=(0, 1, 2), weight=parameter(6)),
         (2, 5, 5, 6), "[n c h] w; affine=w"),
+    "a variance clamped by Relu": (
+        lambda b: clamped_norm(b), (2, 3, 8), "... [d]; affine=d"),
+    "a length chosen by comparison": (
+        lambda b: chosen_length(b), (2, 3, 8),
+        "... [d]; center=false; scale=l2; eps=1e-12; eps_placement=max"),
+    "an eps below what float32 squares": (
+        lambda b: layer_norm(b, value=1e-30), (2, 3, 8), "... [d]; eps=1e-30"),
+    "no samples": (lambda b: layer_norm(b), (0, 3, 8), LN),
     "one row": (lambda b: layer_norm(b), (8,), LN),
     "one token": (lambda b: layer_norm(b, weight=parameter(8)), (1, 1, 8), "... [d]; affine=d"),
 }  # fmt: skip
+
+
+def clamped_norm(b: Builder) -> str:
+    """The mean square minus the squared mean, kept from being negative."""
+    m = b.reduce("ReduceMean", "x", (-1,))
+    v = b.Relu(b.Sub(b.reduce("ReduceMean", b.Mul("x", "x"), (-1,)), b.Mul(m, m)))
+    y = b.Mul(b.Sub("x", m), b.Reciprocal(b.Sqrt(b.Add(v, b.constant(1e-5)))))
+    return str(b.Mul(y, b.constant(parameter(8))))
+
+
+def chosen_length(b: Builder) -> str:
+    n, e = b.reduce("ReduceL2", "x", (-1,)), b.constant(1e-12)
+    return str(b.Div("x", b.Where(b.Less(n, e), e, n)))
 
 
 def layer_norm_of(b: Builder, d: str) -> str:
@@ -165,6 +187,16 @@ def test_a_scale_of_one_number(tmp_path: Path) -> None:
     norm = only(b.save(tmp_path / "m.onnx", layer_norm(b, weight=np.array([1.7]))))
     assert str(norm.scheme) == LN
     assert "1.7" in next(f.message for f in norm.findings if f.code == "scalar-scale")
+
+
+def test_a_length_times_one_number_has_the_eps_that_is_written(tmp_path: Path) -> None:
+    """It is a multiple of an RMSNorm as well, but with an eps that nobody wrote."""
+    b = Builder(18)
+    length = b.Clip(b.reduce("ReduceL2", "x", (-1,)), b.constant(1e-5))
+    out = b.Mul(b.Div("x", length), b.constant(np.array([1.7])))
+    assert scheme_of(b.save(tmp_path / "m.onnx", out)) == (
+        "... [d]; center=false; scale=l2; eps_placement=max"
+    )
 
 
 @pytest.mark.parametrize("opset", [14, 18])
@@ -213,6 +245,15 @@ def test_between_casts(tmp_path: Path) -> None:
     assert norm.dtype == "float16"
     assert str(norm.scheme) == "... [d]; affine=d; rounding=before_affine"
     assert len(norm.nodes) == 10
+
+
+def test_an_input_in_bfloat16(tmp_path: Path) -> None:
+    """NumPy has no such type, and onnxruntime takes it all the same."""
+    b = Builder(17)
+    out = layer_norm(b, b.Cast("x", to=TensorProto.FLOAT))
+    path = b.save(tmp_path / "m.onnx", out, inputs={"x": (TensorProto.BFLOAT16, (2, 3, 8))})
+    norm = only(path)
+    assert (str(norm.scheme), norm.shape) == (LN, (2, 3, 8))
 
 
 def test_in_half_precision_throughout(tmp_path: Path) -> None:
@@ -740,6 +781,66 @@ def test_findings_about_parameters(tmp_path: Path) -> None:
     b = Builder(17)
     mixed = layer_norm(b, b.Relu(b.MatMul(layer_norm(b), b.constant(parameter(8, 8)))), value=1e-6)
     assert "mixed-eps" in codes(b.save(tmp_path / "m.onnx", mixed))
+
+
+def test_values_of_parameters_are_compared(tmp_path: Path) -> None:
+    """Of written out norms and of operators, and only what does not depend on the input."""
+    weight, bias = parameter(8), parameter(8, seed=2)
+    b = Builder(17)
+    written = axisnorm.audit(b.save(tmp_path / "w.onnx", layer_norm(b, weight=weight, bias=bias)))
+    found = {}
+    for name, factor in (("same", 1.0), ("other", 1.01)):
+        b = Builder(17)
+        y = b.LayerNormalization("x", b.constant(factor * weight), b.constant(bias))
+        found[name] = axisnorm.audit(b.save(tmp_path / f"{name}.onnx", y))
+    roles = [(one.role, one.shape) for one in written.norms[0].parameters]
+    assert roles == [("weight", (8,)), ("bias", (8,))]
+    assert np.array_equal(written.norms[0].parameters[0].values, weight)
+    (pair,) = written.diff(found["same"]).pairs
+    assert pair.same and pair.largest_difference == 0.0
+    (pair,) = written.diff(found["other"]).pairs
+    assert [part.name for part in pair.different] == ["values"]
+    b = Builder(17)
+    y = b.LayerNormalization("x", "w", b.constant(np.zeros(8)))
+    inputs = {"x": (TensorProto.FLOAT, (2, 3, 8)), "w": (TensorProto.FLOAT, (8,))}
+    norm = only(b.save(tmp_path / "c.onnx", y, inputs=inputs), w=np.zeros(8, np.float32),
+                x=np.random.default_rng(0).standard_normal((2, 3, 8)))  # fmt: skip
+    assert [one.role for one in norm.parameters] == ["bias"]
+    assert "dead-channels" not in {f.code for f in norm.findings}
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_weight_of_nan(written: bool, tmp_path: Path) -> None:
+    """It is said, and nothing is made of the output."""
+    weight = parameter(8)
+    weight[2] = np.nan
+    b = Builder(17)
+    y = layer_norm(b, weight=weight) if written else b.LayerNormalization("x", b.constant(weight))
+    (finding,) = axisnorm.audit(b.save(tmp_path / "m.onnx", y)).findings
+    assert (finding.code, finding.severity) == ("non-finite-parameters", "error")
+
+
+def test_parameters_that_the_formula_does_not_take(tmp_path: Path) -> None:
+    """A scale of more axes than are normalized, and a variance below zero."""
+    b = Builder(17)
+    y = b.LayerNormalization("x", b.constant(parameter(3, 8)), axis=-1)
+    (finding,) = axisnorm.audit(b.save(tmp_path / "m.onnx", y)).findings
+    assert finding.code == "not-verified" and "(3, 8)" in finding.message
+    b = Builder(17)
+    w = b.constant(four("w"))
+    y = b.BatchNormalization("x", w, w, w, b.constant(-four("v")))
+    (finding,) = axisnorm.audit(b.save(tmp_path / "b.onnx", y, x=(2, 4, 3, 3))).findings
+    assert finding.code == "declared-mismatch"
+
+
+def test_infinite_groups_are_not_constant(tmp_path: Path) -> None:
+    b = Builder(17)
+    x = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
+    x[0, 0], x[1, 1] = np.inf, 2.0
+    norm = only(b.save(tmp_path / "m.onnx", layer_norm(b)), x)
+    assert [f.message for f in norm.findings if f.code == "constant-groups"] == [
+        "At this input 1 of 6 groups hold one value throughout: their output is the bias."
+    ]
 
 
 def test_a_spelling_that_loses_digits(tmp_path: Path) -> None:

@@ -183,13 +183,50 @@ def test_nothing_is_written_where_the_outputs_differ(
 def test_bad_arguments_write_nothing(tmp_path: Path) -> None:
     b = Builder(18)
     path = b.save(tmp_path / "m.onnx", layer_norm(b))
+    whole = path.read_bytes()
     for out, said in (
         (tmp_path / "none" / "o.onnx", {}), (tmp_path, {}), (tmp_path / "o.onnx", {"opset": 17}),
         (tmp_path / "o.onnx", {"opset": 999}), (tmp_path / "o.onnx", {"z": np.ones(3)}),
+        (path, {}), (tmp_path / "." / "m.onnx", {}), ("/dev/null", {}),
     ):  # fmt: skip
         with pytest.raises(axisnorm.ArgumentError):
             fuse(path, out, **said)
     assert [one.name for one in tmp_path.iterdir()] == ["m.onnx"]
+    assert path.read_bytes() == whole
+
+
+def test_an_operator_between_transposes_is_not_left(tmp_path: Path) -> None:
+    """Nothing is written out there, so that --strict has nothing to say."""
+    b = Builder(17)
+    last = b.Transpose("x", perm=[0, 2, 3, 1])
+    y = b.LayerNormalization(last, b.constant(parameter(6)))
+    path = b.save(tmp_path / "m.onnx", b.Transpose(y, perm=[0, 3, 1, 2]), x=(2, 6, 5, 5))
+    done = fuse(path, tmp_path / "o.onnx")
+    assert (done.replaced, done.left) == ((), ())
+    (norm,) = axisnorm.audit(path).norms
+    assert (norm.cls, norm.kind, len(norm.nodes)) == ("LayerNormalization", "fragment", 3)
+
+
+def test_what_was_written_is_said(tmp_path: Path) -> None:
+    b = Builder(17)
+    path, out = b.save(tmp_path / "m.onnx", layer_norm(b)), tmp_path / "o.onnx"
+    assert f"Written: {out}, opset 17." in fuse(path, out).to_text(width=400)
+    again = fuse(out, tmp_path / "p.onnx")
+    assert "Nothing was written" in again.to_text() and not (tmp_path / "p.onnx").exists()
+
+
+def test_a_page_does_not_replace_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from axisnorm.__main__ import main
+
+    b = Builder(17)
+    path = str(b.save(tmp_path / "m.onnx", layer_norm(b)))
+    whole = Path(path).read_bytes()
+    for more in (["--html", path], ["--html", "f.onnx", "--fuse", "f.onnx"]):
+        assert main(["audit", path, *more]) == 2
+        assert "is not written over" in capsys.readouterr().err
+    assert Path(path).read_bytes() == whole
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,10 +100,12 @@ def _targets(options: argparse.Namespace) -> dict[str, Path]:
     from .lens.result import FIGURE_FORMATS, checked_target
 
     targets = {}
+    given = {name: value for name, value in vars(options).items() if isinstance(value, str)}
+    others = [value for name, value in given.items() if name not in ("html", "figure")]
     if options.html is not None:
-        targets["html"] = checked_target(options.html)
+        targets["html"] = checked_target(options.html, reads=others)
     if options.figure is not None:
-        targets["figure"] = checked_target(options.figure, FIGURE_FORMATS)
+        targets["figure"] = checked_target(options.figure, FIGURE_FORMATS, others)
     if len({path.absolute() for path in targets.values()}) < len(targets):
         raise ArgumentError(
             "--html and --figure write two files. "

@@ -688,7 +688,7 @@ def _load_torch() -> Any:
     """Load the torch engine, once torch itself is loaded."""
     global _torch_engine, _short_layer_norm, _short_rms_norm, _short_channel_norm
     global _torch_sum, _short_add_layer_norm, _short_add_rms_norm
-    if _torch_engine is None and "torch" in sys.modules:
+    if _torch_engine is None and sys.modules.get("torch") is not None:
         from . import _torch, _torch_residual
 
         _short_layer_norm = _torch.short_layer_norm

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -128,8 +128,17 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def checked_target(path: str | os.PathLike[str], formats: tuple[str, ...] = ()) -> Path:
-    """A path that can be written to, refused before anything is computed for it."""
+def checked_target(
+    path: str | os.PathLike[str],
+    formats: tuple[str, ...] = (),
+    reads: Iterable[str | os.PathLike[str]] = (),
+) -> Path:
+    """A path that can be written to, refused before anything is computed for it.
+
+    Args:
+        formats: the suffixes that it may have.
+        reads: files that are read, which it must not replace.
+    """
     target = Path(path)
     if formats and target.suffix[1:].lower() not in formats:
         raise ArgumentError(
@@ -142,12 +151,27 @@ def checked_target(path: str | os.PathLike[str], formats: tuple[str, ...] = ()) 
         raise _cannot_write(target, error) from error
     if is_directory or not target.name:
         raise ArgumentError(f"A result is written to a file. '{target}' is a directory. Name one.")
+    if target.exists() and not target.is_file():
+        # A rename would put a file in the place of the device.
+        raise ArgumentError(
+            f"A result is written to a regular file. '{target}' is another kind. Name one."
+        )
     if not has_parent:
         raise ArgumentError(
             f"A file is written to a directory that exists. '{target.parent}' does not. "
             "Make it first."
         )
+    if any(_same(target, Path(one)) for one in reads):
+        raise ArgumentError(
+            f"What is read is not written over. '{target}' came for both. Name another file."
+        )
     return target
+
+
+def _same(one: Path, other: Path) -> bool:
+    if one.absolute() == other.absolute():
+        return True
+    return os.path.exists(one) and os.path.exists(other) and one.samefile(other)
 
 
 def _cannot_write(target: Path, error: OSError) -> ArgumentError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -185,15 +185,17 @@ def differences(a: Audit, b: Audit) -> Differences:
     )
     ours, theirs = {i for i, _, _ in places}, {j for _, j, _ in places}
     ran = [j for i, j, _ in places if a.norms[i].calls and b.norms[j].calls]
-    notes = () if ran == sorted(ran) else ("The pairs run in another order in b than in a.",)
-    return Differences(
-        a,
-        b,
-        pairs,
-        tuple(norm for i, norm in enumerate(a.norms) if i not in ours),
-        tuple(norm for j, norm in enumerate(b.norms) if j not in theirs),
-        notes,
-    )
+    only_a = tuple(norm for i, norm in enumerate(a.norms) if i not in ours)
+    only_b = tuple(norm for j, norm in enumerate(b.norms) if j not in theirs)
+    notes = [] if ran == sorted(ran) else ["The pairs run in another order in b than in a."]
+    for graph, name, alone in ((a, "a", only_b), (b, "b", only_a)):
+        schemes = [norm.scheme or norm.declared for norm in alone]
+        if graph.source in GRAPHS and any(s and s.statistics == "running" for s in schemes):
+            notes.append(
+                f"Exporters put a batch norm with running statistics into the weights of the "
+                f"layer before it: what {name} lacks may be there."
+            )
+    return Differences(a, b, pairs, only_a, only_b, tuple(notes))
 
 
 # --------------------------------------------------------------------------------------------
@@ -320,20 +322,28 @@ def _aligned(a: Sequence[_Traits], b: Sequence[_Traits]) -> list[tuple[int, int]
 
 
 def _pair(a: Norm, b: Norm, way: str, a_infers: bool, b_infers: bool) -> Pair:
+    norms = a, b
     one, two = a.scheme or a.declared, b.scheme or b.declared
     notes = list(_not_shown(a, b))
+    if a_infers != b_infers:
+        a, b, one, two, said = _without_units(a, one, b, two, a_infers)
+        notes += said
+    values, largest = _values(a, one, b, two)
     if one is not None and two is not None:
         one, two, said = _comparable(a, one, b, two, a_infers, b_infers)
         notes += said
+        if a_infers != b_infers and _folded(one, two, values):
+            notes.append(f"The weight of {'a' if a_infers else 'b'} has the offset in it, as "
+                         "exporters compute it once.")  # fmt: skip
+            two = two.replace(weight_offset=one.weight_offset)
         parts, said = _meanings(a, one, b, two)
         notes += said
     else:
         named = [name for name, scheme in (("a", one), ("b", two)) if scheme is None]
         sentence = f"What {' and '.join(named)} computes is not known."
         parts = tuple(Part(name, "unknown", (sentence,)) for name in PARTS[:4])
-    values, largest = _values(a, one, b, two)
     parts = (*parts, _shapes(a, b), values, _dtype(a, b))
-    return Pair(a, b, way, parts, tuple(notes), largest)
+    return Pair(*norms, way, parts, tuple(notes), largest)
 
 
 def _not_shown(a: Norm, b: Norm) -> Iterator[str]:
@@ -342,6 +352,34 @@ def _not_shown(a: Norm, b: Norm) -> Iterator[str]:
             yield f"{name} is taken for what it declares: execution showed nothing."
     if a.shape is not None and b.shape is not None and a.shape != b.shape:
         yield f"Their inputs have the shapes {a.shape} and {b.shape}."
+
+
+def _without_units(
+    a: Norm, one: Scheme | None, b: Norm, two: Scheme | None, a_infers: bool
+) -> tuple[Norm, Norm, Scheme | None, Scheme | None, list[str]]:
+    """Both norms without a graph's weight of ones and bias of zeros where the other has none."""
+    graph, other = (a, b) if a_infers else (b, a)
+    theirs = {one.role for one in other.parameters}
+    if other.affine_shape and not other.parameters:
+        return a, b, one, two, []
+    units = {"weight": 1.0, "bias": 0.0}
+    gone = [
+        p.role for p in graph.parameters
+        if p.role in units and p.role not in theirs and p.smallest == p.largest == units[p.role]
+    ]  # fmt: skip
+    if not gone:
+        return a, b, one, two, []
+    left = tuple(p for p in graph.parameters if p.role not in gone)
+    plain = not {p.role for p in left} & set(units)
+    graph = replace(graph, parameters=left, affine_shape=() if plain else graph.affine_shape)
+    scheme = one if a_infers else two
+    if plain and scheme is not None:
+        scheme = scheme.replace(affine="")
+    values = " and a ".join(f"{role} of {units[role]:.0f}" for role in gone)
+    note = f"The graph has a {values}, which its operator wants."
+    if a_infers:
+        return graph, b, scheme, two, [note]
+    return a, graph, one, scheme, [note]
 
 
 def _comparable(
@@ -364,6 +402,11 @@ def _comparable(
         )
         two = two.replace(**update)
     return one, two, notes
+
+
+def _folded(one: Scheme, two: Scheme, values: Part) -> bool:
+    """Whether what is multiplied is the same though the weights are stored around 0 and 1."""
+    return one.weight_offset != two.weight_offset and values.verdict == "equal"
 
 
 def _meanings(a: Norm, one: Scheme, b: Norm, two: Scheme) -> tuple[tuple[Part, ...], list[str]]:

@@ -54,6 +54,11 @@ class Replacements(Result):
     seconds: tuple[float, float] | None = field(default=None, kw_only=True)
     """Of one forward before and after, where they were measured: medians of up to seven."""
 
+    @property
+    def outcome(self) -> str:
+        """What became of it besides, as a sentence; empty where nothing did."""
+        return ""
+
     def to_dict(self) -> dict[str, Any]:
         """The data of :meth:`to_json`."""
         return {

@@ -13,9 +13,11 @@ from ... import reference
 from ..explain import statistics_dimensions
 from ..models.findings import mixed_eps
 from ..models.norms import Audit, Norm
+from ..models.parameters import Parameter
 from ..progress import step
 from .examining import Examined, StandardNode, examine
 from .reading import read
+from .regions import COMPLETE
 from .rules import about_model, about_norm
 from .running import Values, capture
 from .search import Found
@@ -53,7 +55,7 @@ def audit_onnx(
     examined = examine(read(path), args, kwargs or {})
     norms = list(_norms(examined))
     findings = [finding for norm in norms for finding in norm.findings]
-    findings += mixed_eps([(_family(norm), norm.eps) for norm in norms if norm.eps is not None])
+    findings += mixed_eps([(norm.cls, norm.eps) for norm in norms if norm.eps is not None])
     findings += about_model(examined)
     seconds = examined.seen.seconds if examined.seen is not None else math.nan
     return Audit(Path(path).name, tuple(norms), tuple(findings), seconds, source="onnx")
@@ -144,7 +146,7 @@ def _norm(examined: Examined, norm: Found | StandardNode, held: Held, path: str)
     eps = None
     if shown is not None:
         eps = reference.resolve_eps(shown, dtype or "float32")
-    cls = norm.node.op_type if isinstance(norm, StandardNode) else written_out(norm)
+    cls = norm.node.op_type if isinstance(norm, StandardNode) else _class(norm)
     return Norm(
         path=path,
         cls=cls,
@@ -163,6 +165,9 @@ def _norm(examined: Examined, norm: Found | StandardNode, held: Held, path: str)
         findings=tuple(about_norm(examined, norm, held, path)),
         nodes=tuple(node.name for node in nodes),
         axes=axes,
+        parameters=tuple(
+            Parameter.of(role, value) for role, value in held.given.items() if value is not None
+        ),
     )
 
 
@@ -178,19 +183,21 @@ def _dtype(element: int | None) -> str | None:
     return DTYPES.get(element) if element is not None else None
 
 
-def _family(norm: Norm) -> str:
-    """What should have one eps in a model: fragments of any number of nodes count as one."""
-    return norm.cls if norm.kind == "node" else norm.cls.partition(" in ")[0] + " written out"
-
-
 def written_out(found: Found) -> str:
-    """What a fragment is, in the words of the field."""
-    scheme = found.shown.scheme
-    if scheme.scale == "l2":
-        name = "length"
-    else:
-        name = "norm" if scheme.center else "RMS norm"
-    return f"{name} in {len(found.region.nodes)} nodes"
+    """What a fragment is, in the words of the field, and how long."""
+    return f"{_word(found)} in {len(found.region.nodes)} nodes"
+
+
+def _class(found: Found) -> str:
+    """The operator that is the norm among nodes that turn its input or scale its output."""
+    whole = [node.op_type for node in found.region.nodes if node.op_type in COMPLETE]
+    return whole[-1] if whole else f"{_word(found)} written out"
+
+
+def _word(found: Found) -> str:
+    if found.shown.scheme.scale == "l2":
+        return "length"
+    return "norm" if found.shown.scheme.center else "RMS norm"
 
 
 def _share(examined: Examined, nodes: Sequence[Any]) -> float | None:

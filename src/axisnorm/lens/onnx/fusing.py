@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper, version_converter
+from onnx import TensorProto, defs, helper, numpy_helper, version_converter
 
 from ...scheme import ArgumentError
 from ..identify import tolerance
@@ -26,7 +26,7 @@ from .inputs import generated
 from .places import infer
 from .reading import Model, read
 from .regions import Part
-from .replacing import Replacement, cannot, replacement
+from .replacing import Replacement, cannot, is_replaced, replacement
 from .running import CannotRunError, Values, fetch, session
 from .search import Found
 
@@ -51,6 +51,13 @@ class Fusion(Replacements):
     """The file, None where nothing was to be replaced or the outputs differ."""
     opset: int
     """Of the file that was written."""
+
+    @property
+    def outcome(self) -> str:
+        """Which file was written, or why none was."""
+        if self.written is not None:
+            return f"Written: {self.written}, opset {self.opset}."
+        return "Nothing was written: no norm is replaced."
 
 
 def fuse(
@@ -97,7 +104,7 @@ def fuse(
     >>> [(one.before, one.after) for one in done.replaced], done.largest_difference < 1e-6
     ([('norm in 7 nodes', 'LayerNormalization')], True)
     """
-    target = checked_target(out)
+    target = checked_target(out, reads=[path])
     step("reading")
     original = read(path)
     model = original
@@ -112,6 +119,11 @@ def _raised(model: Model, opset: int) -> Model:
         raise ArgumentError(
             f"An opset is raised, never lowered. The model has {model.opset}, {opset} came. "
             "Leave --opset out, or name a later one."
+        )
+    if opset > defs.onnx_opset_version():
+        raise ArgumentError(
+            f"An opset is one that the installed onnx knows, up to {defs.onnx_opset_version()}. "
+            f"{opset} came. Name an earlier one, or install a later onnx."
         )
     try:
         proto = version_converter.convert_version(model.proto, opset)
@@ -152,7 +164,7 @@ def _fused(
     wanted: list[Found | StandardNode] = []
     planned: dict[int, Replacement] = {}
     for norm in examined.norms:
-        if not isinstance(norm, Found):
+        if not isinstance(norm, Found) or is_replaced(norm, examined.places):
             continue
         if graph_of(norm) is not examined.graphs[0]:
             made: Replacement | str = "it stands in a body, whose data is not to be had"

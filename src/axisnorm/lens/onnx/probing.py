@@ -32,8 +32,8 @@ __all__ = ["Match", "Shown", "arrange", "fitting", "study"]
 Floats = NDArray[Any]
 Function = Callable[[Floats], Floats]
 
-LARGE_SCALE = 256.0
-"""At this deviation an eps of up to 0.01 in a variance is below the rounding of float32."""
+LARGE_SCALE = 2048.0
+"""At this deviation even a group count that stands as eps does not change what is measured."""
 CLOSE = 2e-3
 """Relative to the largest output: what float32 sums of any order agree within."""
 ENOUGH = 1 << 14
@@ -161,8 +161,10 @@ def _takes(part: Part, shape: tuple[int, ...], random: np.random.Generator) -> b
 def _convenient(
     part: Part, shape: tuple[int, ...], random: np.random.Generator
 ) -> tuple[int, ...] | None:
-    """A shape that the part takes, with axes of size 1 widened; None where it keeps no shape."""
-    if not shape or math.prod(shape) == 0 or not _takes(part, shape, random):
+    """A shape that the part takes, with axes of size 0 and 1 widened; None where it keeps no
+    shape."""
+    shape = tuple(size or 3 for size in shape)
+    if not shape or not _takes(part, shape, random):
         return None
     ones = [axis for axis, size in enumerate(shape) if size == 1]
     for axes in (ones, *([axis] for axis in ones)):
@@ -364,7 +366,7 @@ class _Study:
         """For smaller and smaller deviations s the share of what eps = 0 would give."""
         wanted = weight * unit
         size = float((wanted * wanted).sum())
-        for exponent in range(-1, 31):
+        for exponent in range(-1, 36):
             s = 10.0 ** (-exponent / 2)
             yield s, float((self.odd(s * unit) * wanted).sum()) / size / s**power
 
@@ -413,18 +415,25 @@ class _Study:
         # Where no constant says how large the weight is, the formula's own factor is in it.
         known = measured.match is not None or measured.weight is None
         exact = [one for one in formulas if abs(measured.factor * math.sqrt(one[1]) - 1.0) < 2e-4]
-        for formula, variance in exact or formulas if known else formulas:
+        tried = [
+            (formula.replace(eps=eps, eps_placement=placement), variance)
+            for formula, variance in (exact or formulas if known else formulas)
+            for placement, eps in self._eps(curve, variance, formula)
+        ]
+        if known and not exact:
+            # The factor may be anybody's: the formula whose eps the graph has is meant.
+            written = {float(str(np.float32(scalar))) for scalar in self.part.scalars}
+            tried.sort(key=lambda one: one[0].eps not in written)
+        for scheme, variance in tried:
             own = 1.0 / math.sqrt(variance)
             rest = measured.factor / own if known and not exact else 1.0
-            for placement, eps in self._eps(curve, variance, formula):
-                scheme = formula.replace(eps=eps, eps_placement=placement)
-                found = self._held(x, y, scheme, measured, own, rest)
-                if found is not None:
-                    computed = (measured.weight is not None and measured.match is None) or (
-                        measured.bias is not None and measured.bias_match is None
-                    )
-                    return Shown(scheme, found, measured.match, measured.bias_match, rest,
-                                 computed, self.shape)  # fmt: skip
+            found = self._held(x, y, scheme, measured, own, rest)
+            if found is not None:
+                computed = (measured.weight is not None and measured.match is None) or (
+                    measured.bias is not None and measured.bias_match is None
+                )
+                return Shown(scheme, found, measured.match, measured.bias_match, rest,
+                             computed, self.shape)  # fmt: skip
         return None
 
     def _held(

@@ -98,6 +98,8 @@ def read(path: str | Path) -> Model:
         proto = onnx.load(str(place), load_external_data=False)
     except Exception as error:  # the parser raises its own kinds, by version
         raise _not_onnx(place, "cannot be parsed: it is cut off or of another kind") from error
+    if not place.stat().st_size:
+        raise _not_onnx(place, "is empty")
     if not proto.graph.output:
         raise _not_onnx(place, "has no graph with an output")
     if not any(is_standard(one.domain) for one in proto.opset_import):

@@ -36,7 +36,8 @@ RESTORING = frozenset(
 
 ARITHMETIC = frozenset(
     ("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Reciprocal", "Pow", "Max", "Min", "Clip",
-     "Where", "Expand", "Sum", "Mean")
+     "Where", "Expand", "Sum", "Mean", "Less", "LessOrEqual", "Greater", "GreaterOrEqual",
+     "Equal", "Not")
 )  # fmt: skip
 
 DIVIDING = frozenset(("Div", "Reciprocal", "Pow"))
@@ -51,6 +52,17 @@ def is_light(node: Any) -> bool:
     if not is_standard(node.domain):
         return False
     return kind in ARITHMETIC or kind in RESTORING or kind in REDUCTIONS or kind in COMPLETE
+
+
+def _clamps(graph: Graph, node: Any) -> bool:
+    """Whether a Relu keeps a difference of mean squares from being negative.
+
+    Others are activations: to pass them would join what lies before to every norm behind.
+    """
+    if node.op_type != "Relu" or not is_standard(node.domain):
+        return False
+    before = graph.producer.get(node.input[0])
+    return before is not None and before.op_type == "Sub"
 
 
 def is_end(node: Any) -> bool:
@@ -102,7 +114,7 @@ def chain(graph: Graph, node: Any) -> Iterator[Region]:
         if not made or len(made) < len(frontier) - 1:
             return
         producer = graph.nodes[max(made)[0]]
-        if not is_light(producer):
+        if not (is_light(producer) or _clamps(graph, producer)):
             return
         frontier -= set(producer.output)
         frontier |= {name for name in graph.reads(producer) if graph.varies(name)}

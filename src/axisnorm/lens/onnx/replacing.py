@@ -15,7 +15,7 @@ from .regions import Part
 from .search import Found
 from .verifying import parameters
 
-__all__ = ["Replacement", "cannot", "replacement"]
+__all__ = ["Replacement", "cannot", "is_replaced", "replacement"]
 
 SINCE = {
     "InstanceNormalization": 6,
@@ -46,14 +46,18 @@ class Replacement:
         return proto
 
 
+def is_replaced(found: Found, places: Places) -> bool:
+    """Whether the standard operator computes it already, between other nodes."""
+    operator = operator_of(found.shown.scheme, places.shape(found.region.x) or ())
+    return any(node.op_type == operator for node in found.region.nodes)
+
+
 def cannot(found: Found, opset: int, places: Places) -> str:
     """Why no standard operator stands for a fragment, empty where one does."""
     operator = operator_of(found.shown.scheme, places.shape(found.region.x) or ())
     if operator is None:
         return _reason(found.shown.scheme)
     kinds = [node.op_type for node in found.region.nodes]
-    if operator in kinds:
-        return "the standard operator computes it already"
     needed = SINCE[operator]
     if opset < needed:
         return f"{operator} needs opset {needed}, the model has {opset}: --opset {needed}"
@@ -115,6 +119,8 @@ def _reason(scheme: Scheme) -> str:
         return "LpNormalization has no eps and no weight"
     if scheme.correction:
         return "no operator divides the variance by n - 1"
+    if scheme.eps_placement == "max":
+        return "no operator takes the larger of the deviation and eps"
     if scheme.eps_placement != "variance":
         return "no operator adds eps outside of the root"
     if scheme.scale != "auto":

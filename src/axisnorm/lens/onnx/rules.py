@@ -28,6 +28,21 @@ def about_norm(
     examined: Examined, norm: Found | StandardNode, held: Held, path: str
 ) -> Iterator[Finding]:
     """The findings about one norm."""
+    broken = [
+        name for name, value in held.given.items()
+        if value is not None and not np.isfinite(value.astype(np.float64)).all()
+    ]  # fmt: skip
+    if broken:
+        # Nothing can be held against an output of NaN.
+        yield Finding(
+            "non-finite-parameters",
+            "error",
+            f"Its {' and '.join(broken)} {'holds' if len(broken) == 1 else 'hold'} NaN or "
+            "infinity.",
+            "Load the checkpoint again, or one from before training diverged.",
+            path,
+        )
+        return
     declared = held.declared
     identification = held.identification
     if isinstance(norm, Found) and held.scheme and identification and identification.best is None:
@@ -181,7 +196,8 @@ def _data(
     if sizes.group_size > 1 and scheme.center:
         expanded = x.reshape(sizes.expanded)
         low = expanded.min(axis=sizes.layout.reduced)
-        constant = int((low == expanded.max(axis=sizes.layout.reduced)).sum())
+        high = expanded.max(axis=sizes.layout.reduced)
+        constant = int(((low == high) & np.isfinite(low)).sum())
         if constant:
             yield Finding(
                 "constant-groups",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,6 +37,8 @@ def first_line(error: BaseException) -> str:
     """What onnxruntime says, without its codes and the rest of its lines."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     said = text.split(" : ")[-1] if text.startswith("[ONNXRuntimeError]") else text
+    # Some begin with a line of the runtime's source and a function's signature.
+    said = re.sub(r"^/\S+:\d+ .*?\) (?=[A-Z])", "", said)
     return said[:200].strip().rstrip(".")
 
 
@@ -86,11 +89,21 @@ def fetch(opened: Any, names: Iterable[str] | None, inputs: Values) -> list[NDAr
     Raises:
         CannotRunError: the run fails.
     """
+    wanted = None if names is None else list(names)
+    given = {name: _value(array) for name, array in inputs.items()}
     try:
-        result: list[NDArray[Any]] = opened.run(None if names is None else list(names), inputs)
+        return [value.numpy() for value in opened.run_with_ort_values(wanted, given)]
     except Exception as error:
         raise CannotRunError(f"onnxruntime cannot run the model: {first_line(error)}.") from error
-    return result
+
+
+def _value(array: NDArray[Any]) -> Any:
+    """An array as onnxruntime's own value, also of types that are none of NumPy's."""
+    made = onnxruntime.OrtValue
+    if array.dtype.name == "bfloat16":
+        bits = array.view(np.uint16)
+        return made.ortvalue_from_numpy_with_onnx_type(bits, TensorProto.BFLOAT16)
+    return made.ortvalue_from_numpy(array)
 
 
 class Inspected:
@@ -142,7 +155,7 @@ def inspect(
     first = [graph.output[0].name]
     with tempfile.TemporaryDirectory() as directory:
         opened = session(proto, model.weights, profile=Path(directory))
-        given = {k: onnxruntime.OrtValue.ortvalue_from_numpy(v) for k, v in inputs.items()}
+        given = {name: _value(array) for name, array in inputs.items()}
         try:
             for _ in range(2):  # the first run allocates
                 results = opened.run_with_ort_values(wanted or first, given)

@@ -140,11 +140,17 @@ def _node(norm: Any, values: Values, places: Places, generated: bool) -> Held:
     sizes = said.scheme.layout(x.ndim).sizes(x.shape)
     held.affine_shape = sizes.affine_shape
     given: dict[str, Array | None] = {}
-    for key, name in (("weight", said.weight), ("bias", said.bias)):
-        given[key] = None if not name else _broadcast(inputs[name], sizes.affine_shape)
+    named = {"weight": said.weight, "bias": said.bias}
+    for key, name in named.items():
+        try:
+            given[key] = None if not name else _broadcast(inputs[name], sizes.affine_shape)
+        except CannotRunError as error:
+            held.problem = str(error).rstrip(".")
+            return held
     for key, name in (("running_mean", said.running_mean), ("running_var", said.running_var)):
         given[key] = None if not name else inputs[name].reshape(sizes.running_shape)
-    held.given = given
+    computed = {key for key, name in named.items() if name and graph.varies(name)}
+    held.given = {key: value for key, value in given.items() if key not in computed}
     candidates = [("as declared", said.scheme)]
     _tell(held, x, y, candidates, given, half=y.dtype == np.float16)
     return held
@@ -320,7 +326,9 @@ def _tell(
         return
     tried = fitting([*candidates, *rivals(scheme, x.shape, half=half)], x.shape, given)
     fields = {name: value for name, value in given.items() if value is not None}
-    found = tell_apart(x, y, tried, **fields)
+    # A negative running variance has no root.
+    with np.errstate(invalid="ignore"):
+        found = tell_apart(x, y, tried, **fields)
     held.identification = found
     held.scheme = found.best.scheme if found.best is not None else None
     if found.best is not None and held.declared is not None:

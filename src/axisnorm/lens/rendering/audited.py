@@ -327,6 +327,8 @@ def swap(result: Swap) -> RenderableType:
     if result.seconds is not None:
         parts.append(Text(forward_times(*result.seconds)))
     parts.append(Padding(table, (0, 0, 0, 2)))
+    if result.outcome:
+        parts.append(Text(result.outcome))
     return Group(*parts)
 
 
