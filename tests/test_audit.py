@@ -382,6 +382,30 @@ def test_a_norm_that_nothing_fits_is_not_passed_over():
     assert "looks like a norm" in norm.findings[0].message
 
 
+def test_the_scale_of_a_small_branch_is_no_norm():
+    """Taken for a bias, a scale of 1 is all that is left of an output near 0."""
+
+    class LayerScale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lambda1 = nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            return x * self.lambda1
+
+    x = randn(8, 16, 64) * randn(8, 16, 1).exp() * 1e-3
+    assert audit(LayerScale(), x).norms == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_outputs_without_digits_are_no_mismatch(dtype):
+    """Below the normal numbers every rounding is as large as the output."""
+    module = nn.BatchNorm1d(6).eval().to(dtype)
+    x = torch.linspace(-9, 9, 24).reshape(4, 6) * torch.finfo(dtype).smallest_normal * 1e-3
+    norm = only(audit(module, x.to(dtype)))
+    assert "declared-mismatch" not in codes(norm.findings)
+
+
 @pytest.mark.parametrize("x", [torch.zeros(4, 6, 8), torch.full((4, 6, 8), 3.0)])
 @pytest.mark.parametrize("module", [nn.LayerNorm(8), nn.RMSNorm(8), LayerNorm(8)])
 def test_constant_inputs_prove_nothing(module, x):

@@ -155,7 +155,31 @@ def no_root(m, x):
     return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5)
 
 
+def layer_written_to_out(m, x):
+    d = torch.empty_like(x)
+    torch.sub(x, x.mean(-1, keepdim=True), out=d)
+    return d / (d.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * m.w
+
+
+def scaled_before(m, x):
+    """A number, of a parameter or of the code, times the input, not times the normalized value."""
+    return m.w[:1].detach() * x * 3.0 * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def length_of_inverse(m, x):
+    return x * x.pow(2).sum(-1, keepdim=True).rsqrt().clamp(max=1e12)
+
+
+def sample_by_division(m, x):
+    d = x - x.mean(-1, keepdim=True)
+    return d / ((d * d).sum(-1, keepdim=True) / (x.shape[-1] - 1) + 1e-5).sqrt()
+
+
 SPELLINGS = [
+    (layer_written_to_out, TOKENS, "... [d]; affine=d"),
+    (scaled_before, TOKENS, "... [d]; center=false"),
+    (length_of_inverse, TOKENS, "... [d]; center=false; scale=l2; eps=0"),
+    (sample_by_division, TOKENS, "... [d]; correction=1"),
     (layer, TOKENS, "... [d]; affine=d"),
     (layer_addcmul, TOKENS, "... [d]; affine=d; eps=1e-06"),
     (layer_sample, TOKENS, "... [d]; affine=d; correction=1; eps=1e-06; eps_placement=std"),
@@ -290,9 +314,23 @@ def two_axes(m, x):
     return (x - x.mean(1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5)
 
 
+def clipped(m, x):
+    """At most of length 1: shorter ones stay as they are."""
+    return x * (1 / (x.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1.0)
+
+
+def clipped_below(m, x):
+    return x / x.norm(dim=-1, keepdim=True).clamp(min=1.0)
+
+
+def similarity(m, x):
+    return x * F.cosine_similarity(x, x.flip(1), dim=-1)[..., None]
+
+
 @pytest.mark.parametrize(
     ("function", "shape"),
     [
+        (clipped, TOKENS), (clipped_below, TOKENS), (similarity, TOKENS),
         (magnitude, TOKENS), (magnitude_that_scales, TOKENS), (scaled_by_all, TOKENS),
         (only_centred, TOKENS), (softmax, TOKENS), (attention, TOKENS), (squeeze, IMAGES),
         (variance_alone, TOKENS), (standardized, TOKENS), (response, LAST),
@@ -308,7 +346,9 @@ def test_near_misses_are_no_norms(function, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("function", [layer, layer_addcmul, pixel, rms])
+@pytest.mark.parametrize(
+    "function", [layer, layer_addcmul, pixel, rms, scaled_before, sample_by_division]
+)
 def test_all_in_half_precision(function, dtype):
     """Where the operators round in between, the norm is still known."""
     shape = IMAGES if function is pixel else TOKENS
@@ -316,6 +356,19 @@ def test_all_in_half_precision(function, dtype):
     expected = Scheme(next(scheme for f, _, scheme in SPELLINGS if f is function))
     # How often they round is no part of the scheme: they do so after every step.
     assert norm.scheme.replace(rounding="once") == expected
+
+
+def test_an_eps_that_a_transform_rounds_is_the_number_that_was_written():
+    """Under vmap the number in the code becomes a tensor of the half type."""
+
+    def normalized(row):
+        return (row - row.mean()) / (row.var(correction=0) + 1e-5).sqrt()
+
+    def mapped(m, x):
+        return torch.vmap(torch.vmap(normalized))(x)
+
+    (norm,) = audit(Written(mapped).bfloat16(), randn(*TOKENS).bfloat16()).norms
+    assert norm.eps == 1e-5
 
 
 def test_branches_that_depend_on_the_data_and_shared_modules():

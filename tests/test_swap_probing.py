@@ -305,9 +305,49 @@ class ThreeNorm(Root):
         self.most = nn.Parameter(torch.ones(width))
 
 
+class LargeBatchNorm(Root):
+    """Above a size that no probe has."""
+
+    def forward(self, x):
+        return super().forward(x) if x.shape[0] < 64 else x
+
+
+class LongNorm(Root):
+    def forward(self, x):
+        return x if x.shape[1] > 40 else super().forward(x)
+
+
+class LargeNorm(Root):
+    """Of values that no probe has."""
+
+    def forward(self, x):
+        return super().forward(x) if x.norm() < 1e7 else x
+
+
+class LimitedNorm(Root):
+    """Within what weights near 1 reach."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(-6, 6)
+
+
+class CountsElsewhereNorm(Root):
+    def forward(self, x):
+        COUNTS["calls"] += 1
+        return super().forward(x)
+
+
+COUNTS = {"calls": 0}
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (LargeBatchNorm(12), "depends on its input's sizes"),
+        (LongNorm(12), "depends on its input's sizes"),
+        (LargeNorm(12), "depends on its input's values"),
+        (LimitedNorm(12), "with large parameters"),
+        (CountsElsewhereNorm(12), "changes the variable 'COUNTS'"),
         (Stops(12), "no elements share statistics"),
         (Plain(lambda x: F.layer_norm(Doubled.apply(x), (12,))), "gradient of its input differs"),
         (Counts(12), "changes the module"),
@@ -378,6 +418,74 @@ def test_an_attribute_that_changes_is_obeyed():
     original = OldLayerNorm(12, 0.5)
     original.load_state_dict(module.state_dict())
     x = randn(2, 12)
+    assert torch.equal(module(x), original(x))
+
+
+FLAGS = {"doubled": False}
+FACTOR = 1.0
+
+
+class Configured:
+    def __init__(self):
+        self.eps = 1e-5
+
+
+class ByConfiguration(Root):
+    """Reads constants from everywhere."""
+
+    shift = 0.0
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.config, self.table, self.numbers = Configured(), {"eps": 0.0}, [1.0]
+
+    def forward(self, x):
+        eps = self.config.eps + self.table["eps"] + self.shift
+        y = self.g * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * self.numbers[0]
+        return y * (2 if FLAGS["doubled"] else 1) * scaled_by()
+
+
+def scaled_by():
+    return FACTOR
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, patch: setattr(m.config, "eps", 0.5),
+        lambda m, patch: setattr(m, "config", type("Other", (), {"eps": 0.25})()),
+        lambda m, patch: m.table.update(eps=0.5),
+        lambda m, patch: m.numbers.__setitem__(0, 3.0),
+        lambda m, patch: setattr(m, "shift", 0.5),
+        lambda m, patch: patch.setattr(ByConfiguration, "shift", 0.5),
+        lambda m, patch: patch.setitem(FLAGS, "doubled", True),
+        lambda m, patch: patch.setitem(globals(), "FACTOR", 4.0),
+    ],
+)
+def test_whatever_the_forward_reads_is_obeyed_when_it_changes(change, compiled, monkeypatch):
+    module = randomized(ByConfiguration(12))
+    original = copy.deepcopy(module)
+    x = randn(2, 12)
+    assert swap(Holder(module), x).replaced
+    new, old = type(module).forward, type(original).forward
+    if compiled:
+        torch.compiler.reset()
+        new = torch.compile(new, backend="eager", fullgraph=True)
+    torch.testing.assert_close(new(module, x), old(original, x), rtol=1e-5, atol=1e-5)
+    change(module, monkeypatch)
+    change(original, monkeypatch)
+    assert not torch.allclose(old(original, x), F.rms_norm(x, (12,), original.g, 1e-5), rtol=1e-3)
+    torch.testing.assert_close(new(module, x), old(original, x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_parameter_of_another_shape_goes_to_the_original():
+    module = randomized(OldLayerNorm(12))
+    original = copy.deepcopy(module)
+    x = randn(2, 12)
+    assert swap(Holder(module), x).replaced
+    for one in (module, original):
+        one.gamma = nn.Parameter(torch.full((1,), 0.7))
     assert torch.equal(module(x), original(x))
 
 

@@ -304,6 +304,45 @@ def test_the_norm_of_a_sum_takes_its_terms(norm, after, training, monkeypatch):
     assert type(one.output) is Output and type(one.output.norm) is norm
 
 
+FLAGS = {"tripled": False}
+
+
+class Steered(nn.Module):
+    """A block whose author calls self otherwise, and that does more if it is told to."""
+
+    def __init__(this):  # noqa: N805
+        super().__init__()
+        this.dense, this.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        this.factor, this.first = 1.0, False
+
+    def forward(this, h, residual):  # noqa: N805
+        if this.first:
+            return this.dense(this.norm(h))
+        if this.factor != 1.0 or FLAGS["tripled"]:
+            residual = residual * (3.0 if FLAGS["tripled"] else this.factor)
+        return this.norm(this.dense(h) + residual)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one, patch: setattr(one, "factor", 2.0),
+        lambda one, patch: setattr(one, "first", True),
+        lambda one, patch: patch.setitem(FLAGS, "tripled", True),
+    ],
+)
+def test_a_block_that_is_told_to_do_more_does_it(change, monkeypatch):
+    one = Block(Steered())
+    original = copy.deepcopy(one)
+    x = randn(4, 3, 8)
+    assert [r.after for r in swap(one, x).replaced] == ["axisnorm.nn.AddLayerNorm"]
+    before = original(x)
+    for block in (one, original):
+        change(block.output, monkeypatch)
+    assert not torch.allclose(original(x), before, rtol=1e-2)
+    torch.testing.assert_close(one(x), original(x), rtol=1e-5, atol=1e-5)
+
+
 def test_terms_of_different_types_or_shapes_are_added_as_before():
     one = Block(Output(8, p=0.0))
     swap(one, randn(4, 3, 8))

@@ -47,7 +47,9 @@ def tolerance(dtype: str, group_size: int, largest: float, offset: float = 0.0) 
     # Half types are computed in float32 and rounded once or twice at the end.
     inner = 2.0**-23 if unit > 2.0**-20 else compute
     steps = 4.0 + math.log2(max(group_size, 1))
-    return largest * (unit + inner * steps) + offset * inner * 4.0
+    # Below the smallest normal number (float16: the smallest at all) no digits are left.
+    least = {"float16": 2.0**-24, "float64": 2.0**-1022}.get(dtype, 2.0**-126)
+    return largest * (unit + inner * steps) + offset * inner * 4.0 + least
 
 
 def tell_apart(

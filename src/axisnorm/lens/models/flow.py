@@ -11,6 +11,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ SPREADS = frozenset({"var", "std", "var_mean", "std_mean", "linalg_vector_norm",
 
 MATRIX_PRODUCTS = {"bmm": 2, "mm": 1, "mv": 0}
 """Those by which einsum takes sums: so many last axes of the result have one element then."""
+
+
+WRITTEN_TO = frozenset({"out", "out0", "out1"})
+"""Arguments that are results."""
 
 
 class Node:
@@ -150,7 +155,10 @@ class Flow:
     def add(self, call: Call, found: Operator) -> list[Node]:
         """The nodes of an operator's results."""
         name = _base(found.name).removesuffix("_") or _base(found.name)
-        given = [a for a in tree_leaves((found.args, found.kwargs)) if isinstance(a, torch.Tensor)]
+        # Where the result is written to was no input.
+        kwargs = {key: value for key, value in found.kwargs.items() if key not in WRITTEN_TO}
+        found = replace(found, kwargs=kwargs)
+        given = [a for a in tree_leaves((found.args, kwargs)) if isinstance(a, torch.Tensor)]
         parents = tuple(self.node(tensor) for tensor in given)
         results = found.result if isinstance(found.result, (tuple, list)) else (found.result,)
         made = []

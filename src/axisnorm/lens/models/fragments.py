@@ -7,12 +7,12 @@ counts only if computing it again gives the output.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...scheme import ArgumentError, Scheme
@@ -29,6 +29,10 @@ SCALING = frozenset({"mul", "div", "addcmul", "addcdiv", "add", "sub", "rsub"})
 ROOTS = frozenset({"sqrt", "rsqrt"})
 GIVEN_UP = 4
 """After so many scaled values that are no normalization of a tensor none is looked for."""
+LARGEST_LIMIT = 0.1
+"""A deviation that is at least this, or its inverse at most 1 over it, is clipped, not guarded."""
+COSINE = ("linalg_vector_norm", "clone", "clamp_min_", "div")
+"""How torch's cosine_similarity scales each of its inputs: what it gives is no input scaled."""
 PATIENCE = 24
 """So many operators may lie between a normalized value and its weight."""
 
@@ -128,6 +132,9 @@ class FragmentReader:
         for index, fragment in list(self.open.items()):
             if is_complete(fragment):
                 del self.open[index]
+                if tuple(spelled for _, spelled in fragment.operators) == COSINE:
+                    fragment.node.fit = None
+                    continue
                 fragment.identification = fragment.with_rivals()
                 fragment.node.forget()
                 yield fragment
@@ -380,18 +387,36 @@ def _fragment(
     operators = tuple(dict.fromkeys((one.index, one.spelled) for one in region.nodes))
     places = dict.fromkeys(one.call.node for one in region.nodes if one.call is not None)
     named = tuple(place for place in places if place is not None)
-    for scheme in _schemes(axes, written, offset, region, y):
+    by_scalars = _scalars(region)
+    values = [(y, 0 if y.is_inference() else y._version)]
+    if by_scalars != 1.0 and bias is None:
+        values.append(((y.double() / by_scalars).to(y.dtype), 0))
+    for (value, version), scheme in itertools.product(
+        values, list(_schemes(axes, written, offset, region, y))
+    ):
         sizes = scheme.layout(x.dim()).sizes(tuple(x.shape))
         given = [None if p is None else p.reshape(sizes.affine_shape) for p in (weight, bias)]
-        version = 0 if y.is_inference() else y._version
         fragment = Fragment(
-            scheme, Identification((), None), x, y, given[0], given[1], call, operators,
+            scheme, Identification((), None), x, value, given[0], given[1], call, operators,
             named, node, region.base, written.squares_in, root, constants, version,
         )  # fmt: skip
         fragment.identification = _told(fragment, [("as written", scheme)])
         if fragment.identification.best is not None:
             return fragment
     return None
+
+
+def _scalars(region: _Region) -> float:
+    """By which numbers the whole is multiplied, as where a scale comes before the statistics."""
+    found = 1.0
+    for node in region.nodes:
+        if node.name not in ("mul", "div") or not region.has_all(node):
+            continue
+        numbers = [_number(value) for value in node.args[:2] if value not in region.dims]
+        for number in numbers:
+            if number:
+                found *= number if node.name == "mul" else 1 / number
+    return found if math.isfinite(found) and found else 1.0
 
 
 def _says_something(y: torch.Tensor, weight: torch.Tensor | None, offset: float) -> bool:
@@ -446,7 +471,10 @@ def _written(region: _Region) -> _Written | None:
         if lacking and region.has_all(node):
             kept = (kept or set()).union(*(own(region.dims[p]) for p in lacking))
         if node.spread and not region.has_all(node):
+            if _clips(node):
+                return None
             found.eps += _eps(node, region)
+            correction = max(correction, _divided_by_less(node))
     if kept is None:
         return None
     kept = {leaf for atom in kept for leaf in atom.leaves() if leaf.size != 1}
@@ -465,18 +493,48 @@ def _correction(node: Node) -> float:
     return 1.0
 
 
+def _divided_by_less(node: Node) -> float:
+    """1 where a sum over n elements is divided by n - 1."""
+    total = node.parents[0] if node.parents else node
+    if node.name != "div" or total.name != "sum" or len(node.args) < 2:
+        return 0.0
+    count = total.parents[0].numel // max(total.numel, 1)
+    return float(count > 1 and _number(node.args[1]) == count - 1)
+
+
+def _clips(node: Node) -> bool:
+    """Whether a statistic is held in bounds that ordinary values reach: only what is large, or
+    small, is scaled then."""
+    if node.name not in ("clamp", "clamp_min", "clamp_max", "maximum", "minimum"):
+        return False
+    lower, upper = (*node.args[1:3], None, None)[:2]
+    if node.name in ("clamp_max", "minimum"):
+        lower, upper = None, lower
+    lower = _number(node.kwargs.get("min", lower))
+    upper = _number(node.kwargs.get("max", upper))
+    return (lower is not None and lower > LARGEST_LIMIT) or (
+        upper is not None and upper < 1 / LARGEST_LIMIT
+    )
+
+
 def _number(value: Any) -> float | None:
     """A number, or the one element of a constant."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, Node) and value.constant and value.numel == 1:
         tensor = value.tensor()
-        # Of float32, the shortest decimal number that is rounded to it.
-        if tensor is None:
-            return None
-        exact = float(tensor)
-        return exact if tensor.dtype == torch.float64 else float(str(np.float32(exact)))
+        return None if tensor is None else _shortest(tensor)
     return None
+
+
+def _shortest(tensor: torch.Tensor) -> float:
+    """The shortest decimal number that is rounded to the one element."""
+    exact = float(tensor)
+    if not math.isfinite(exact) or tensor.dtype == torch.float64:
+        return exact
+    written = (float(f"{exact:.{digits}e}") for digits in range(9))
+    kind = tensor.dtype
+    return next((w for w in written if float(torch.tensor(w, dtype=kind)) == exact), exact)
 
 
 def _eps(node: Node, region: _Region) -> Iterator[tuple[float, str]]:
@@ -570,7 +628,7 @@ def _parameters(
                                                   "mul", "div", "sub", "where"):  # fmt: skip
                 if node.spread and not region.has_all(node):
                     continue
-                if value.shape == ():
+                if value.shape == () or (node.name in ("mul", "div") and len(node.shape) > 1):
                     continue
             if node.shrinks:  # A matrix of ones, by which a sum is taken.
                 continue

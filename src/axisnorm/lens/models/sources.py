@@ -127,6 +127,11 @@ def load_path(
         ArgumentError: it is no model, or reading it could run code and ``trust`` is not given.
     """
     path = Path(path)
+    if not path.exists():
+        raise ArgumentError(
+            "A model is a file, or a transformers model directory with its config.json. "
+            f"'{path}' does not exist. Check the path."
+        )
     if not path.is_file():
         model, kwargs = _transformer(path, text)
         return Source(model, "transformers", (), kwargs, generated=not text)
@@ -149,7 +154,10 @@ def load_path(
             f"A file that can run code is read only if it is trusted. '{path}' can: {why}. "
             "If its author is trusted, say so: --trust, or audit(..., trust=True)."
         )
-    with blaming(f"Loading '{path}'", "Save it again with this version of torch."):
+    remedy = "Save it again with this version of torch."
+    if kind == "checkpoint":
+        remedy = "Run where its classes can be imported, in the version of torch that saved it."
+    with blaming(f"Loading '{path}'", remedy):
         return Source(_loaded(path, kind), "module" if kind == "checkpoint" else kind)
 
 

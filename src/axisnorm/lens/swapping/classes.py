@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import functional
 from .inferring import Formula
 from .probing import Door
+from .settings import Settings, still_hold
 
 __all__ = ["Proof", "door_name", "forward_of", "generated", "originals", "reduced_as", "subclass"]
 
@@ -26,8 +27,8 @@ class Proof:
     doors: frozenset[Door]
     ranks: frozenset[int]
     """The numbers of axes."""
-    settings: tuple[tuple[str, Any], ...]
-    """The plain attributes that its forward reads, and their values."""
+    settings: Settings
+    """What its forward reads beside input and parameters."""
 
 
 originals: dict[type, type[torch.nn.Module]] = {}
@@ -172,6 +173,7 @@ def forward_of(kind: type[torch.nn.Module], proof: Proof) -> Callable[..., Any]:
     formula, ranks, settings = proof.formula, proof.ranks, proof.settings
     weight_name, bias_name = formula.weight, formula.bias
     fixed, sizes, flattened = formula.fixed, formula.sizes, formula.flattened
+    weight_shape, bias_shape = formula.shapes
     doors = frozenset((door.x, door.weight, door.bias, door.autocast) for door in proof.doors)
     compute, written = _computing(formula), _written(formula)
     compiling = torch.compiler.is_compiling
@@ -195,8 +197,10 @@ def forward_of(kind: type[torch.nn.Module], proof: Proof) -> Callable[..., Any]:
                 door in doors
                 and len(shape) in ranks
                 and (not sizes or shape[fixed] == sizes)
+                and (weight is None or weight.shape == weight_shape)
+                and (bias is None or bias.shape == bias_shape)
                 and x.is_cpu
-                and _has(self, settings)
+                and still_hold(self, settings)
             ):
                 if flattened:
                     weight = None if weight is None else weight.reshape(sizes)
@@ -205,11 +209,3 @@ def forward_of(kind: type[torch.nn.Module], proof: Proof) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return forward
-
-
-def _has(module: Any, settings: tuple[tuple[str, Any], ...]) -> bool:
-    # A loop that torch.compile reads: it has no attrgetter.
-    for name, value in settings:  # noqa: SIM110
-        if getattr(module, name) != value:
-            return False
-    return True

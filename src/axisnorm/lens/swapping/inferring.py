@@ -41,6 +41,8 @@ class Formula:
     """The first of the axes whose size is given, from the end where it is negative."""
     sizes: tuple[int, ...]
     """Theirs: the shape of weight and bias, without axes of size 1."""
+    shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    """Of weight and bias as they are."""
 
     @property
     def fixed(self) -> slice:
@@ -188,14 +190,18 @@ def infer(
         raise NotProved("its parameters vary along axes that are not neighbours")
     first = given[0] if given else 0
     sizes = tuple(small[axis] for axis in given)
-    parameters = [module.get_parameter(n) for n in (found.weight, found.bias) if n is not None]
+    weight, bias = (
+        None if name is None else tuple(module.get_parameter(name).shape)
+        for name in (found.weight, found.bias)
+    )
     return Formula(
         scheme,
         found.weight,
         found.bias,
-        any(tuple(parameter.shape) != sizes for parameter in parameters),
+        any(shape not in (None, sizes) for shape in (weight, bias)),
         first - x.dim() if given and scheme.axes.startswith("...") else first,
         sizes,
+        (weight, bias),
     )
 
 

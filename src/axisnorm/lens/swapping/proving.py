@@ -11,6 +11,7 @@ import torch
 from ... import _route
 from ...scheme import ArgumentError
 from ..models.declared import declared_scheme
+from .branching import check_branches
 from .classes import Proof, forward_of
 from .inferring import Formula, check_purity, infer, small_shape
 from .probing import (
@@ -24,8 +25,13 @@ from .probing import (
     fresh_copy,
     probes,
 )
+from .settings import Settings, is_plain, of_every_module, settings_of
 
 __all__ = ["Signature", "attributes_of", "check_drop_in", "could_be_a_norm", "prove"]
+
+
+LARGE = 1000.0
+"""By which parameters are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -38,48 +44,18 @@ class Signature:
     """To what autocast casts; None where it was off."""
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
-
-
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-
-
 def attributes_of(module: torch.nn.Module) -> tuple[tuple[Any, ...], ...]:
     """What tells two modules of one class apart, but for the values of their parameters."""
     own = [
-        (name, value if _is_plain(value) else id(value))
+        (name, value if is_plain(value) else id(value))
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
+        if name not in of_every_module
     ]
     tensors = [
         (name, tuple(tensor.shape), tensor.dtype)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     ]
     return (("training", module.training), *own, *tensors)
-
-
-def _settings(module: torch.nn.Module, shape: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:
-    """The plain attributes that the module's forward reads."""
-    kind = type(module)
-    read: set[str] = set()
-
-    def watched(self: Any, name: str) -> Any:
-        read.add(name)
-        return kind.__getattribute__(self, name)
-
-    copied = fresh_copy(module, torch.float32)
-    metaclass: Any = type(kind)
-    copied.__class__ = metaclass(kind.__name__, (kind,), {"__getattribute__": watched})
-    with torch.no_grad():
-        kind.forward(copied, torch.zeros(shape))
-    return tuple(
-        (name, value)
-        for name, value in vars(module).items()
-        if name in read and name not in _OF_EVERY_MODULE and _is_plain(value)
-    )
 
 
 def could_be_a_norm(module: torch.nn.Module) -> bool:
@@ -113,6 +89,7 @@ def prove(module: torch.nn.Module, signatures: Collection[Signature]) -> Proof:
         except NotProved as refusal:
             raise NoNorm(str(refusal)) from refusal
         _check_kernel(formula, first)
+        check_branches(module, small, free, first.dtype)
         if formula.weight or formula.bias:
             rounding = _rounding(module, formula, small, free)
             formula = replace(formula, scheme=formula.scheme.replace(rounding=rounding))
@@ -127,7 +104,7 @@ def prove(module: torch.nn.Module, signatures: Collection[Signature]) -> Proof:
             if door in own or _holds(module, formula, small, free, door, thorough=False)
         }  # fmt: skip
         ranks = frozenset(len(signature.shape) for signature in signatures)
-        return Proof(formula, frozenset(own | doors), ranks, _settings(module, small))
+        return Proof(formula, frozenset(own | doors), ranks, settings_of(module, small))
 
 
 def check_drop_in(module: torch.nn.Module, drop_in: Forward, signature: Signature) -> None:
@@ -233,9 +210,20 @@ def _check_door(
             parameter = copied.get_parameter(name)
             parameter.data = parameter.data.to(dtype)
     ranks = frozenset(range(len(shape) + 1))
-    new = forward_of(kind, Proof(formula, frozenset({door}), ranks, ()))
+    new = forward_of(kind, Proof(formula, frozenset({door}), ranks, Settings()))
     with door.entered():
         for probe in probes(shape, free, door.x, formula.scheme.eps, thorough=thorough):
+            check_agreement(
+                copied, kind.forward, new, formula.scheme, (formula.weight, formula.bias), probe,
+                bits=True,
+            )  # fmt: skip
+        if thorough:
+            # What an output is limited to shows on large ones.
+            with torch.no_grad():
+                for parameter in copied.parameters():
+                    parameter.mul_(LARGE)
+            (probe, *_) = probes(shape, free, door.x, formula.scheme.eps, thorough=False)
+            probe = replace(probe, name="with large parameters")
             check_agreement(
                 copied, kind.forward, new, formula.scheme, (formula.weight, formula.bias), probe,
                 bits=True,

@@ -22,6 +22,7 @@ from ... import functional, nn
 from .classes import reduced_as, subclass
 from .probing import SEED, NotProved, calmly, fresh_copy
 from .proving import Signature
+from .settings import Settings, settings_of, still_hold
 
 __all__ = ["Block", "SumLayerNorm", "SumRMSNorm", "block_of"]
 
@@ -95,7 +96,7 @@ class Block:
     """The class that its norm gets."""
 
 
-_made: dict[tuple[type, str], type[torch.nn.Module]] = {}
+_made: dict[tuple[type, str, Settings], type[torch.nn.Module]] = {}
 
 
 def block_of(
@@ -130,25 +131,31 @@ def block_of(
         if traced is None:
             return None
         code, forward = traced
-        made = _made.get((type(block), code))
+        try:
+            settings = settings_of(block, *(_small(one) for one in inputs))
+        except (NotProved, RuntimeError, ValueError, TypeError):
+            return None
+        made = _made.get((type(block), code, settings))
         if made is None:
-            made = subclass(type(block), _where_it_holds(type(block), name, forward))
-            _made[type(block), code] = made
+            made = subclass(type(block), _where_it_holds(type(block), name, forward, settings))
+            _made[type(block), code, settings] = made
         found = Block(name, made, SUM_NORMS[kind])
         return found if _agrees(copied, found, inputs) else None
 
 
 def _where_it_holds(
-    kind: type[torch.nn.Module], name: str, forward: Callable[..., Any]
+    kind: type[torch.nn.Module], name: str, forward: Callable[..., Any], settings: Settings
 ) -> Callable[..., Any]:
-    """``forward`` while the norm takes two terms and nothing else looks at its input."""
+    """``forward`` while what it was traced with is as it was, the norm takes two terms and nothing
+    else looks at its input."""
     original: Callable[..., Any] = kind.forward
     sums = tuple(SUM_NORMS.values())
 
     @functools.wraps(original)
     def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
         norm = getattr(self, name)
-        if isinstance(norm, sums) and not (norm._forward_pre_hooks or norm._forward_hooks):
+        alone = isinstance(norm, sums) and not (norm._forward_pre_hooks or norm._forward_hooks)
+        if alone and still_hold(self, settings):
             return forward(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
@@ -181,7 +188,8 @@ def _traced(block: torch.nn.Module, name: str) -> tuple[str, Callable[..., Any]]
         found.append((graph.python_code("self").src, graph))
     (code, graph), (other, _) = found
     forward: Callable[..., Any] = type(fx.GraphModule(block, graph)).forward
-    names = [list(inspect.signature(one).parameters) for one in (forward, type(block).forward)]
+    # What an author calls self is no difference.
+    names = [list(inspect.signature(one).parameters)[1:] for one in (forward, type(block).forward)]
     return (code, forward) if code == other and names[0] == names[1] else None
 
 
@@ -241,17 +249,16 @@ def _agrees(block: torch.nn.Module, found: Block, inputs: Sequence[Signature]) -
     return True
 
 
+def _small(one: Signature) -> tuple[int, ...]:
+    return (*(min(size, 3) for size in one.shape[:-1]), one.shape[-1])
+
+
 def _results(
     block: torch.nn.Module, forward: Callable[..., Any], inputs: Sequence[Signature]
 ) -> list[Tensor | None]:
     """The output and all gradients, with the same inputs and dropout in every call."""
     torch.manual_seed(SEED)
-    given = [
-        torch.randn(*(min(size, 3) for size in one.shape[:-1]), one.shape[-1])
-        .to(one.dtype)
-        .requires_grad_()
-        for one in inputs
-    ]
+    given = [torch.randn(_small(one)).to(one.dtype).requires_grad_() for one in inputs]
     y = forward(block, *given)
     grads = torch.autograd.grad(y.square().mean(), [*given, *block.parameters()],
                                 allow_unused=True)  # fmt: skip
