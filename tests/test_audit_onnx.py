@@ -62,7 +62,7 @@ def test_layer_norm_written_out(spelling: str, opset: int, tmp_path: Path) -> No
     out = layer_norm(b, **SPELLINGS[spelling], weight=parameter(8), bias=parameter(8, seed=2))
     norm = only(b.save(tmp_path / "m.onnx", out))
     assert (str(norm.scheme), norm.kind) == ("... [d]; affine=d", "fragment")
-    assert norm.nodes and norm.axes == ("axis0", "axis1", "[d]")
+    assert norm.nodes and norm.axes == ("b", "s", "[d]")
     assert (norm.num_statistics, norm.group_size, norm.affine_shape) == (6, 8, (8,))
 
 
@@ -340,7 +340,7 @@ def test_batch_norm_of_computed_statistics(tmp_path: Path) -> None:
     out = b.BatchNormalization("x", w, b.constant(parameter(6, seed=2)), m, v)
     norm = only(b.save(tmp_path / "m.onnx", out, x=(2, 6, 5, 5)))
     assert norm.scheme is not None and norm.scheme.statistics == "batch"
-    assert norm.axes == ("[n]", "c", "[axis2]", "[axis3]")
+    assert norm.axes == ("[n]", "c", "[h]", "[w]")
 
 
 def test_two_norms_that_share_a_mean(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...scheme import Scheme
+from ..explain import statistics_dimensions
 from ..identify import Identification, in_words
 from ..result import Result
 from .findings import Finding
@@ -14,7 +16,21 @@ from .parameters import Parameter
 if TYPE_CHECKING:
     from .differences import Differences
 
-__all__ = ["Audit", "Norm", "axis_names", "kind_of_norm"]
+__all__ = ["Audit", "Norm", "axis_names", "kind_of_norm", "shared_counts"]
+
+
+def shared_counts(scheme: Scheme, shape: Sequence[int]) -> tuple[int, int]:
+    """How many means there are at a shape, and how many elements share one.
+
+    >>> shared_counts(Scheme.layer_norm(), (2, 3, 4))
+    (6, 4)
+    """
+    sizes = scheme.layout(len(shape)).sizes(tuple(shape))
+    told = statistics_dimensions(sizes)
+    counts = [1, 1]
+    for dimension, length in enumerate(sizes.expanded):
+        counts[dimension not in told] *= length
+    return counts[0], counts[1]
 
 
 def axis_names(scheme: Scheme, ndim: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ... import nn, reference
 from ...scheme import ArgumentError, Scheme
-from ..explain import statistics_dimensions, with_article
+from ..explain import with_article
 from ..identify import Identification, rivals, tell_apart
 from ..progress import step
 from .declared import declared_scheme
@@ -23,7 +23,7 @@ from .foreign import eps_is_undetermined, guesses, looks_like_a_norm, looks_norm
 from .fragments import Fragment, FragmentReader
 from .graphs import observed_graph
 from .measures import Measured, Measuring, paddings
-from .norms import Audit, Norm, axis_names, kind_of_norm
+from .norms import Audit, Norm, axis_names, kind_of_norm, shared_counts
 from .observe import Call, Operator, observed, paths_of, timed, unchanged, uncompiled
 from .operators import FUSED_ENCODER, OperatorReader, Performed
 from .parameters import Parameter, parameters_of
@@ -688,10 +688,8 @@ def _norm(record: _Record, share: float | None, generated: bool) -> Norm:
     shown = scheme or record.declared
     sizes = shown.layout(len(shape)).sizes(shape) if shown and shape is not None else None
     means = size = None
-    if sizes is not None:
-        told = statistics_dimensions(sizes)
-        means = math.prod(n for i, n in enumerate(sizes.expanded) if i in told)
-        size = math.prod(n for i, n in enumerate(sizes.expanded) if i not in told)
+    if shown and shape is not None:
+        means, size = shared_counts(shown, shape)
     weight = getattr(record.module, "weight", None)
     affine = record.affine_shape
     if affine is None:

@@ -10,9 +10,8 @@ from typing import Any
 from onnx import TensorProto
 
 from ... import reference
-from ..explain import statistics_dimensions
 from ..models.findings import mixed_eps
-from ..models.norms import Audit, Norm
+from ..models.norms import Audit, Norm, axis_names, shared_counts
 from ..models.parameters import Parameter
 from ..progress import step
 from .examining import Examined, StandardNode, examine
@@ -135,12 +134,8 @@ def _norm(examined: Examined, norm: Found | StandardNode, held: Held, path: str)
     means = size = None
     axes: tuple[str, ...] = ()
     if shown is not None and shape is not None:
-        layout = shown.layout(len(shape))
-        sizes = layout.sizes(shape)
-        told = statistics_dimensions(sizes)
-        means = math.prod(n for i, n in enumerate(sizes.expanded) if i in told)
-        size = math.prod(n for i, n in enumerate(sizes.expanded) if i not in told)
-        axes = tuple(_axis(parts, place) for place, parts in enumerate(layout.axes))
+        means, size = shared_counts(shown, shape)
+        axes = axis_names(shown, len(shape))
     nodes = _nodes(norm)
     dtype = _dtype(held.element)
     eps = None
@@ -169,14 +164,6 @@ def _norm(examined: Examined, norm: Found | StandardNode, held: Held, path: str)
             Parameter.of(role, value) for role, value in held.given.items() if value is not None
         ),
     )
-
-
-def _axis(parts: Sequence[Any], place: int) -> str:
-    """An axis with what shares a mean in brackets; the axes of '...' by their number."""
-    if len(parts) == 1:
-        name = f"axis{place}" if parts[0].ellipsis else parts[0].name
-        return f"[{name}]" if parts[0].reduced else name
-    return f"({' '.join(f'[{p}]' if p.reduced else str(p) for p in parts)})"
 
 
 def _dtype(element: int | None) -> str | None:
