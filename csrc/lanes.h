@@ -49,16 +49,20 @@ constexpr int AT_ONCE = VB == 64 ? 8 : 4;  // vectors of lanes: as many sums as 
 
 template <int N> struct Number { static constexpr int value = N; };
 
-// body(Number<B>, Number<partial>, lane, tail): blocks of B vectors that cover the lanes. Of the last
-// one, a partial vector, only `tail` lanes are there.
-template <int W, class Body> INLINE void each_block(int64_t lanes, const Body &body) {
+// As many where some constants of every lane stand in registers, too.
+constexpr int FEW = VB == 64 ? 4 : 2;
+
+// body(Number<B>, Number<partial>, lane, tail): blocks of B vectors, at most `Most`, that cover the
+// lanes. Of the last one, a partial vector, only `tail` lanes are there.
+template <int W, int Most = AT_ONCE, class Body>
+INLINE void each_block(int64_t lanes, const Body &body) {
   int64_t lane = 0;
   const auto block = [&](auto number) __attribute__((always_inline)) {
     body(number, Number<0>{}, lane, (int64_t)0);
     lane += decltype(number)::value * W;
   };
-  while (lanes - lane >= AT_ONCE * W) block(Number<AT_ONCE>{});
-  while (lanes - lane >= 2 * W) block(Number<2>{});
+  while (lanes - lane >= Most * W) block(Number<Most>{});
+  while (Most > 2 && lanes - lane >= 2 * W) block(Number<2>{});
   if (lanes - lane >= W) block(Number<1>{});
   if (lanes > lane) body(Number<1>{}, Number<1>{}, lane, lanes - lane);
 }
@@ -380,14 +384,74 @@ template <class T> struct OfLanes {
     else apply_to<false>(at, u, part);
   }
   template <bool PerElement>
-  NOINLINE void apply_to(const Place &at, const Unit &u, int64_t part) const {
-    each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
+  void apply_to(const Place &at, const Unit &u, int64_t part) const {
+    if (task.mask) apply_masked<PerElement>(at, u, part);
+    else if (nest.mixed) apply_chunks<PerElement, true>(at, u, part);
+    else apply_chunks<PerElement, false>(at, u, part);
+  }
+  template <bool PerElement>
+  NOINLINE void apply_masked(const Place &at, const Unit &u, int64_t part) const {
+    each_step(at, part, [&](const Place &p) {
       T *y = (T *)job.y + p.at[Y];
       apply_line<T, true, PerElement>(x(p), y, u.lanes, u.constants(),
                                       task.running_mean != nullptr, rounded,
-                                      weight + p.at[AFFINE], bias + p.at[AFFINE], u.ahead,
-                                      job.streamed);
-      if (task.mask) zero_masked(y, mask(p), nest.mask_step, u.lanes);
+                                      weight + p.at[AFFINE], bias + p.at[AFFINE], 0, false);
+      zero_masked(y, mask(p), nest.mask_step, u.lanes);
+    });
+  }
+  // The constants of some lanes stay in registers for some steps. Loaded at every step, they would
+  // wait for stores to y whose addresses end in the same 12 bits: twice as slow.
+  template <bool PerElement, bool Mixed>
+  NOINLINE void apply_chunks(const Place &at, const Unit &u, int64_t part) const {
+    const bool given = task.running_mean && !rounded, streamed = job.streamed;
+    each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+      each_block<W, FEW>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
+                                      __attribute__((always_inline)) {
+        constexpr int B = decltype(number)::value;
+        constexpr bool Partial = decltype(partial)::value, Own = PerElement && !Mixed;
+        V hi[B], shift[B], rstd[B], w[B], b[B];
+        const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
+          return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
+        };
+        for (int j = 0; j < B; j++) {
+          hi[j] = load(u.hi + lane + j * W);
+          shift[j] = load(u.shift + lane + j * W);
+          rstd[j] = load(u.rstd + lane + j * W);
+          if (!Own) continue;
+          w[j] = read(weight + places->at[AFFINE], j);
+          b[j] = read(bias + places->at[AFFINE], j);
+        }
+        for (int64_t step = 0; step < steps; step++) {
+          const Place &p = places[step];
+          const T *v = x(p) + lane;
+          T *y = (T *)job.y + p.at[Y] + lane;
+          const bool past = streamed && can_stream(y);
+#pragma GCC unroll 8
+          for (int j = 0; j < B; j++) {
+            const bool last = Partial && j == B - 1;
+            if (Mixed) {
+              w[j] = read(weight + p.at[AFFINE], j);
+              b[j] = read(bias + p.at[AFFINE], j);
+            } else if (!Own) {
+              w[j] = broadcast(weight[p.at[AFFINE]]);
+              b[j] = broadcast(bias[p.at[AFFINE]]);
+            }
+            if (u.ahead) fetch(v + j * W + u.ahead);
+            const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - hi[j];
+            V r;
+            if (given) {
+              // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
+              r = fma(d, rstd[j] * w[j], fma(shift[j], w[j], b[j]));
+            } else {
+              r = fma(d, rstd[j], shift[j]);
+              if (can_round<T> && rounded) r = round_as<T>(r);
+              r = fma(r, w[j], b[j]);
+            }
+            if (last) store(y + j * W, r, tail);
+            else write(y + j * W, r, past);
+          }
+        }
+      });
     });
   }
 
@@ -649,13 +713,62 @@ template <class T> struct OfLanes {
     else differentiate<false>(at, u, part);
   }
   template <bool PerElement>
-  NOINLINE void differentiate(const Place &at, const Unit &u, int64_t part) const {
-    each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
+  void differentiate(const Place &at, const Unit &u, int64_t part) const {
+    if (task.mask || task.running_mean) differentiate_steps<PerElement>(at, u, part);
+    else if (nest.mixed) differentiate_chunks<PerElement, true>(at, u, part);
+    else differentiate_chunks<PerElement, false>(at, u, part);
+  }
+  template <bool PerElement>
+  NOINLINE void differentiate_steps(const Place &at, const Unit &u, int64_t part) const {
+    each_step(at, part, [&](const Place &p) {
       T *dx = (T *)job.dx + p.at[DX];
       derivative_line<T, true, PerElement>(grad(p), x(p), dx, u.lanes, u.constants(), u.mean,
                                            u.slope, weight + p.at[AFFINE],
-                                           task.running_mean != nullptr, u.ahead, job.streamed);
+                                           task.running_mean != nullptr, 0, false);
       if (task.mask) zero_masked(dx, mask(p), nest.mask_step, u.lanes);
+    });
+  }
+  // As apply_chunks.
+  template <bool PerElement, bool Mixed>
+  NOINLINE void differentiate_chunks(const Place &at, const Unit &u, int64_t part) const {
+    const bool streamed = job.streamed;
+    each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+      each_block<W, FEW>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
+                                      __attribute__((always_inline)) {
+        constexpr int B = decltype(number)::value;
+        constexpr bool Partial = decltype(partial)::value, Own = PerElement && !Mixed;
+        V hi[B], shift[B], rstd[B], mean[B], slope[B], w[B];
+        const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
+          return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
+        };
+        for (int j = 0; j < B; j++) {
+          hi[j] = load(u.hi + lane + j * W);
+          shift[j] = load(u.shift + lane + j * W);
+          rstd[j] = load(u.rstd + lane + j * W);
+          mean[j] = load(u.mean + lane + j * W);
+          slope[j] = load(u.slope + lane + j * W);
+          if (Own) w[j] = read(weight + places->at[AFFINE], j);
+        }
+        for (int64_t step = 0; step < steps; step++) {
+          const Place &p = places[step];
+          const T *v = x(p) + lane, *g = grad(p) + lane;
+          T *dx = (T *)job.dx + p.at[DX] + lane;
+          const bool past = streamed && can_stream(dx);
+#pragma GCC unroll 8
+          for (int j = 0; j < B; j++) {
+            const bool last = Partial && j == B - 1;
+            if (Mixed) w[j] = read(weight + p.at[AFFINE], j);
+            else if (!Own) w[j] = broadcast(weight[p.at[AFFINE]]);
+            if (u.ahead) fetch(v + j * W + u.ahead), fetch(g + j * W + u.ahead);
+            const V gw = (last ? load(g + j * W, tail) : load(g + j * W)) * w[j];
+            const V xhat = fma((last ? load(v + j * W, tail) : load(v + j * W)) - hi[j], rstd[j],
+                               shift[j]);
+            const V r = fma(xhat, slope[j], gw + mean[j]) * rstd[j];
+            if (last) store(dx + j * W, r, tail);
+            else write(dx + j * W, r, past);
+          }
+        }
+      });
     });
   }
 

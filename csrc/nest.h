@@ -21,6 +21,7 @@ INLINE void advance(Place &p, const Loop &loop, int64_t k) {
   p.at[PIECE] += k * loop.step[PIECE];
 }
 inline void seek(Place &p, const Loop *loop, int loops, int64_t index) {
+  if (loops == 1) return advance(p, loop[0], index);  // a division takes as long as a short line
   for (int l = loops - 1; l >= 0 && index; l--) {
     advance(p, loop[l], index % loop[l].size);
     index /= loop[l].size;
@@ -208,7 +209,7 @@ INLINE void apply_line(const T *x, T *y, int64_t n, const Constants<Scalar<T>> &
     else write(y + i, v, streamed);
   };
   const auto element = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-    fetch(x + i + ahead);
+    if (ahead) fetch(x + i + ahead);
     return tail ? load(x + i, tail) : load(x + i);
   };
   if (given && !rounded) {
@@ -259,8 +260,7 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
   }
   const Parameter<PerLane, Scalar<T>> m(mean), s(slope);
   each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-    fetch(x + i + ahead);
-    fetch(grad + i + ahead);
+    if (ahead) fetch(x + i + ahead), fetch(grad + i + ahead);
     const V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
     put(i, tail, fma(v, s(i, tail), weighted(i, tail) + m(i, tail)));
   });

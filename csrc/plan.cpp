@@ -10,7 +10,7 @@ namespace {
 // Elements of a part: long enough that merging parts costs nothing, short enough for many threads
 // and for the cache.
 constexpr int64_t PART = 32768;
-constexpr int64_t STEPS = 256;  // of a part of lanes
+constexpr int64_t STEPS = 128;  // of a part of lanes
 // Lanes of a tile: many, so that each step is a long run of memory, but a tile has to fit into the L2
 // cache.
 constexpr int64_t FEWEST = 128, MOST = 1024, TILE = 262144;  // the last one in elements
