@@ -16,8 +16,8 @@ from typing import Generic, TypeVar
 
 __all__ = ["LEAST", "Pool", "limit"]
 
-LEAST = 1 << 20
-"""Bytes from which memory is reused: what takes ten times as long to write as to look for."""
+LEAST = 3 << 20
+"""Bytes from which memory is reused. Below, looking for it costs as much as it saves."""
 
 LOOKS = 8
 """How many blocks of a size are looked at, from the newest and from the oldest end."""
