@@ -129,7 +129,7 @@ def test_batch_norm_that_trains(tmp_path: Path) -> None:
         path = export(model.eval(), torch.randn(2, 3, 8, 8), tmp_path / "m.onnx", opset, dynamo)
         (norm,) = axisnorm.audit(path).norms
         assert norm.scheme is not None and norm.scheme.statistics == "batch"
-        assert norm.axes == ("[n]", "c", "[axis2]", "[axis3]")
+        assert norm.axes == ("[n]", "c", "[h]", "[w]")
 
 
 class Hidden(nn.Module):
