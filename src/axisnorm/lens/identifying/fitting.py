@@ -22,7 +22,7 @@ from .hypotheses import (
     is_known,
     roundest,
 )
-from .least_squares import line
+from .least_squares import Line, line
 from .sampling import (
     COLUMNS,
     ROWS,
@@ -379,10 +379,10 @@ class _Trial:
         if formula.placement == "max":
             # Clamped everywhere, it would be one factor for all: no statistics.
             grid = {eps for eps in grid if eps < float(self.base.max())} or {0.0}
-        self.tried = {eps: self.ratio(eps) for eps in grid}
+        self.tried = self.ratios([*grid])
         self.least = min(total for total, _ in self.tried.values())
 
-    def normalized(self, eps: float) -> Floats:
+    def normalized(self, eps: float | Floats) -> Floats:
         """What the weights multiply."""
         _, a = self.formula.exponents
         inner = np.maximum(self.base, eps) if self.formula.placement == "max" else self.base + eps
@@ -392,18 +392,30 @@ class _Trial:
 
     def ratio(self, eps: float) -> tuple[float, float]:
         """What is left over what rounding allows: in all, and for the worst weight."""
-        _, _, left, allowed = self.line(eps)
-        square = np.square(left).sum(1)
-        return float(square.sum() / allowed.sum()), float((square / allowed).max())
+        return self.ratios([eps])[eps]
+
+    def ratios(self, several: Sequence[float]) -> dict[float, tuple[float, float]]:
+        """The same for several eps at once: for one, the calls take longer than the numbers."""
+        eps = np.asarray(several, float)[:, None, None]
+        valid = None if self.valid is None else self.valid[None]
+        lead = self.lead
+        fitted = line(self.normalized(eps), self.y[None], valid, (2,), lead.with_bias, self.fixed)
+        allowed = np.broadcast_to(self._allowed(fitted)[..., 0], fitted.left.shape[:2])
+        square = np.square(fitted.left).sum(2)
+        total, worst = square.sum(1) / allowed.sum(1), (square / allowed).max(1)
+        return dict(zip(several, zip(total.tolist(), worst.tolist(), strict=True), strict=True))
+
+    def _allowed(self, fitted: Line) -> Floats:
+        """What rounding allows of the squares of what is left over, for each weight."""
+        # The sum of product and bias may be small where both are not.
+        return self.allowed[:, None] + fitted.count * np.square(self.relative * fitted.bias)
 
     def line(self, eps: float) -> tuple[Floats, Floats, Floats, Floats]:
         """Weights and biases, what they leave over, and what rounding allows of its squares."""
         fitted = line(
             self.normalized(eps), self.y, self.valid, (1,), self.lead.with_bias, self.fixed
         )
-        # The sum of product and bias may be small where both are not.
-        added = fitted.count * np.square(self.relative * fitted.bias)
-        return fitted.weight, fitted.bias, fitted.left, self.allowed + added[:, 0]
+        return fitted.weight, fitted.bias, fitted.left, self._allowed(fitted)[:, 0]
 
     def passes(self, eps: float) -> bool:
         """Whether weights exist with which rounding explains all that is left."""
@@ -414,8 +426,10 @@ class _Trial:
         usual = [eps for eps in usual_eps(self.formula, self.pair)
                  if eps in self.tried and self.tried[eps][1] <= 1.0]  # fmt: skip
         if not usual:
-            for formula, eps, own in self.relatives():
-                if self.passes(own):
+            relatives = list(self.relatives())
+            found = self.ratios([own for _, _, own in relatives]) if relatives else {}
+            for formula, eps, own in relatives:
+                if found[own][1] <= 1.0:
                     interval = self.interval(own)
                     scaled = interval[0] * (eps / own), interval[1] * (eps / own)
                     return self.confirmed(fitter, eps, scaled, False, formula)
@@ -447,33 +461,28 @@ class _Trial:
                     yield formula, eps, eps / factor**h
 
     def nearest(self) -> float:
-        """The eps with the least left over: a golden section around the best one tried."""
+        """The eps with the least left over, closer and closer around the best one tried."""
         order = sorted(self.tried)
         place = min(range(len(order)), key=lambda i: self.tried[order[i]][0])
         low = order[max(place - 1, 0)] or self.middle * 1e-10
         high = order[min(place + 1, len(order) - 1)]
         left, right = math.log(max(low, 1e-300)), math.log(max(high, 1e-300))
-        golden = (math.sqrt(5) - 1) / 2
-        inside = [right - golden * (right - left), left + golden * (right - left)]
-        values = [self.ratio(math.exp(p))[0] for p in inside]
-        before = math.inf
-        for step in range(80):
-            if step % 8 == 7:
+        best, before = math.exp((left + right) / 2), math.inf
+        for step in range(27):  # each leaves a quarter: as far as the digits go
+            points = np.linspace(left, right, 9).tolist()
+            several = [math.exp(point) for point in points]
+            over = self.ratios(several)
+            at = min(range(9), key=lambda i: over[several[i]][0])
+            best, least = several[at], over[several[at]][0]
+            left, right = points[max(at - 1, 0)], points[min(at + 1, 8)]
+            if step % 3 == 2:
                 # Near a true eps what is left falls with the square of the distance.
-                if min(values) > 0.5 * before:
+                if least > 0.5 * before:
                     break
-                before = min(values)
-            if values[0] <= values[1]:
-                right, inside[1], values[1] = inside[1], inside[0], values[0]
-                inside[0] = right - golden * (right - left)
-                values[0] = self.ratio(math.exp(inside[0]))[0]
-            else:
-                left, inside[0], values[0] = inside[0], inside[1], values[1]
-                inside[1] = left + golden * (right - left)
-                values[1] = self.ratio(math.exp(inside[1]))[0]
+                before = least
             if right - left < 1e-15:
                 break
-        return math.exp((left + right) / 2)
+        return best
 
     def interval(self, eps: float) -> tuple[float, float]:
         """Between which values of eps, around one that passes, all pass."""
