@@ -44,6 +44,10 @@ KEPT = 24
 
 KEPT_ELEMENTS = 1 << 20
 
+KEPT_BESIDE_A_MAP = 4
+"""So many where the input times the given weight plus the given bias is the output: any set of axes
+whose groups are large and alike fits, too, and none of them is what was asked for."""
+
 NEAREST = 6
 """So many sets of axes that do not fit are looked at, to say how near they come."""
 
@@ -142,7 +146,10 @@ def _with_known_weights(
     scale = _scale(pair, weight, bias)
     if scale is not None:
         passed = list(_alike_in_all_groups(pair, passed, scale))
-    for one in passed[: max(KEPT, KEPT_ELEMENTS // pair.x.size)]:
+    kept = max(KEPT, KEPT_ELEMENTS // pair.x.size)
+    if len(passed) > KEPT_BESIDE_A_MAP and any(m.free_parameters == 0 for m in maps(pair, given)):
+        kept = KEPT_BESIDE_A_MAP
+    for one in passed[:kept]:
         if pair.x.size > SAMPLED and pair.noise.compute >= UNITS["float32"]:
             # For a computation in double, sums are not exact enough to refute anything.
             (rough,) = rough_statistics(pair, [one.sharing])
