@@ -98,10 +98,15 @@ def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_full_pool_looks_at_few_blocks_and_at_all_in_turn() -> None:
     looked: list[int] = []
-    pool = Pool(100, lambda block: looked.append(block) or block == 70, lambda block, size: True)
-    for block in range(100):
+
+    def is_held(block: list[int]) -> bool:
+        looked.extend(block)
+        return block != [70]
+
+    pool: Pool[list[int]] = Pool(100, lambda block, size: True, is_held)
+    for number in range(100):
         assert pool.make_room(1)
-        pool.put_back(block, 1)
+        pool.put_back([number], 1)
     calls = 0
     while not pool.make_room(1):
         calls += 1

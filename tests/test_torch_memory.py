@@ -54,6 +54,16 @@ def test_memory_is_reused() -> None:
     assert _pool.kept == 0
 
 
+def test_memory_is_reused_under_compile() -> None:
+    """torch.compile evaluates frames itself, and calls of Python functions hold more references."""
+    torch._dynamo.reset()
+    compiled = torch.compile(output, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        places = {compiled().data_ptr() for _ in range(5)}
+    assert len(places) == 1
+    assert _pool.kept == X.nbytes
+
+
 def test_backward_too() -> None:
     leaf = X.clone().requires_grad_()
     for _ in range(5):

@@ -9,6 +9,7 @@ nobody else holds is handed out again. ``AXISNORM_POOL=0`` in the environment tu
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -42,18 +43,25 @@ class Pool(Generic[Block]):
 
     Args:
         most: how many bytes may be kept.
-        is_free: whether a block is held by its list and the one variable that asks, and by nobody
-            else.
         is_usable: whether a block still is what it was, of so many bytes.
+        is_held: whether something else than a Python reference holds a block.
+
+    A block that one variable refers to, and no list, is free. Its references are counted right in
+    the methods, where they are that variable's and getrefcount's: a Python function that counted
+    would be called with one more while torch.compile's frame evaluation is active.
     """
 
     def __init__(
-        self, most: int, is_free: Callable[[Block], bool], is_usable: Callable[[Block, int], bool]
+        self,
+        most: int,
+        is_usable: Callable[[Block, int], bool],
+        is_held: Callable[[Block], bool] | None = None,
     ) -> None:
         self.most = most
         self.kept = 0
         self.blocks: dict[int, list[Block]] = {}
-        self.is_free, self.is_usable = is_free, is_usable
+        self.is_usable = is_usable
+        self.is_held = is_held or (lambda _: False)
         # Reentrant, since a collection of garbage during it may normalize, too.
         self.lock = threading.RLock()
         os.register_at_fork(after_in_child=self._renew_lock)
@@ -70,7 +78,7 @@ class Pool(Generic[Block]):
         oldest = range(min(LOOKS, max(count - LOOKS, 0)))
         for i in (*newest, *oldest):
             block = blocks.pop(i)
-            if self.is_free(block):
+            if sys.getrefcount(block) <= 2 and not self.is_held(block):
                 if self.is_usable(block, size):
                     return block
                 self.kept -= size
@@ -96,7 +104,8 @@ class Pool(Generic[Block]):
                     break
                 looks -= 1
                 block = blocks.pop(0)
-                if self.is_free(block) or not self.is_usable(block, own):
+                free = sys.getrefcount(block) <= 2 and not self.is_held(block)
+                if free or not self.is_usable(block, own):
                     self.kept -= own
                 else:
                     blocks.append(block)

@@ -7,7 +7,6 @@ pool refers to is free. The one thing that such an array cannot do is ``resize``
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,11 @@ __all__ = ["empty_cache", "empty_like"]
 Array = Any
 
 
-def _is_free(block: Array) -> bool:
-    # The caller's reference, this one's and getrefcount's.
-    return sys.getrefcount(block) <= 3
-
-
 def _is_usable(block: Array, size: int) -> bool:
     return bool(block.nbytes == size)
 
 
-_pool: Pool[Array] = Pool(limit(), _is_free, _is_usable)
+_pool: Pool[Array] = Pool(limit(), _is_usable)
 
 
 def empty_like(x: Array) -> Array:

@@ -7,8 +7,6 @@ go.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
@@ -17,16 +15,15 @@ from ._memory import LEAST, Pool, limit
 __all__ = ["LEAST", "empty_cache", "empty_like"]
 
 
-def _is_free(block: torch.UntypedStorage) -> bool:
-    # Of Python references: the caller's, this one's and getrefcount's.
-    return torch._C._storage_Use_Count(block._cdata) == 1 and sys.getrefcount(block) <= 3
+def _is_held(block: torch.UntypedStorage) -> bool:
+    return torch._C._storage_Use_Count(block._cdata) > 1
 
 
 def _is_usable(block: torch.UntypedStorage, size: int) -> bool:
     return block.nbytes() == size and not block.is_shared()
 
 
-_pool = Pool(limit() if hasattr(torch._C, "_storage_Use_Count") else 0, _is_free, _is_usable)
+_pool = Pool(limit() if hasattr(torch._C, "_storage_Use_Count") else 0, _is_usable, _is_held)
 
 
 def empty_like(x: Tensor) -> Tensor:
