@@ -14,8 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "axes.h"
 #include "dispatch.h"
 #include "torch_door.h"
+#include "torch_ops.h"
 
 namespace nb = nanobind;
 
@@ -33,32 +35,15 @@ uintptr_t address(nb::ndarray<nb::ro> array) { return (uintptr_t)array.data(); }
 // A tensor: its address (0: there is none) and its strides in elements, one for each of its axes.
 typedef std::pair<uintptr_t, std::vector<int64_t>> Given;
 
-// The parts of the axes as _route.axes wrote them: four numbers each.
-axisnorm::Problem problem_of(nb::bytes axes) {
-  axisnorm::Problem problem = {};
-  struct Part {
-    int64_t size, role, axis, inner;
-  };
-  const Part *parts = (const Part *)axes.c_str();
-  problem.axes = (int)(axes.size() / sizeof(Part));
-  if (problem.axes > axisnorm::MAX_AXES) throw nb::value_error("too many axes");
-  for (int i = 0; i < problem.axes; i++) {
-    axisnorm::Axis &axis = problem.axis[i];
-    axis.size = parts[i].size;
-    axis.reduced = parts[i].role & 1;
-    axis.affine = parts[i].role & 2;
-    axis.running = parts[i].role & 4;
+struct Axes : axisnorm::PackedAxes {
+  explicit Axes(nb::bytes packed) : PackedAxes(packed.c_str(), packed.size()) {
+    if (!fit()) throw nb::value_error("too many axes");
   }
-  return problem;
-}
-
-// Enters the strides of one tensor.
-void set_strides(axisnorm::Problem &problem, nb::bytes axes, const Given &given,
-                 int64_t axisnorm::Axis::*member) {
-  const int64_t *parts = (const int64_t *)axes.c_str();
-  for (int i = 0; i < problem.axes; i++)
-    problem.axis[i].*member = given.second.at((size_t)parts[4 * i + 2]) * parts[4 * i + 3];
-}
+  void set(axisnorm::Problem &problem, const Given &given, int64_t axisnorm::Axis::*member) const {
+    if ((int64_t)given.second.size() < rank()) throw nb::value_error("too few strides");
+    set_strides(problem, given.second.data(), member);
+  }
+};
 
 // What is the same for forward and backward: (dtype, weight_dtype, bias_dtype, mean_dtype, var_dtype,
 // center, rounded, eps, correction, weight_offset).
@@ -70,20 +55,20 @@ void set_constants(const Constants &constants, Job &job, Task &task, double grou
            job.weight_offset) = constants;
   job.center = std::get<5>(constants);
   job.rounded = std::get<6>(constants);
-  const double free = group_size - task.correction;
-  job.divisor = free > 0 ? free : 1;
+  job.divisor = axisnorm::divisor(group_size, task.correction);
 }
 
 // Why there is no plan for tensors of these strides, or None: then y, and what else was asked for, is
 // written.
-std::optional<std::string> forward(nb::bytes axes, const Given &x, const Given &y,
+std::optional<std::string> forward(nb::bytes packed, const Given &x, const Given &y,
                                    const Given &mask, uintptr_t weight, uintptr_t bias,
                                    uintptr_t running_mean, uintptr_t running_var, uintptr_t stats,
                                    uintptr_t var, uintptr_t count, const Constants &constants) {
-  axisnorm::Problem problem = problem_of(axes);
-  set_strides(problem, axes, x, &axisnorm::Axis::x);
-  if ((problem.has_y = y.first)) set_strides(problem, axes, y, &axisnorm::Axis::y);
-  if ((problem.has_mask = mask.first)) set_strides(problem, axes, mask, &axisnorm::Axis::mask);
+  const Axes axes(packed);
+  axisnorm::Problem problem = axes.problem();
+  axes.set(problem, x, &axisnorm::Axis::x);
+  if ((problem.has_y = y.first)) axes.set(problem, y, &axisnorm::Axis::y);
+  if ((problem.has_mask = mask.first)) axes.set(problem, mask, &axisnorm::Axis::mask);
   problem.has_running = running_mean;
   const axisnorm::Plan plan = axisnorm::make_plan(problem);
   if (plan.refused) return plan.refused;
@@ -105,17 +90,18 @@ std::optional<std::string> forward(nb::bytes axes, const Given &x, const Given &
   return {};
 }
 
-std::optional<std::string> backward(nb::bytes axes, const Given &grad, const Given &x,
+std::optional<std::string> backward(nb::bytes packed, const Given &grad, const Given &x,
                                     const Given &dx, const Given &mask, uintptr_t weight,
                                     uintptr_t bias, uintptr_t running_mean, uintptr_t running_var,
                                     uintptr_t stats, uintptr_t dweight, uintptr_t dbias,
                                     const Constants &constants) {
-  axisnorm::Problem problem = problem_of(axes);
-  set_strides(problem, axes, x, &axisnorm::Axis::x);
-  set_strides(problem, axes, grad, &axisnorm::Axis::grad);
+  const Axes axes(packed);
+  axisnorm::Problem problem = axes.problem();
+  axes.set(problem, x, &axisnorm::Axis::x);
+  axes.set(problem, grad, &axisnorm::Axis::grad);
   problem.has_grad = true;
-  if ((problem.has_dx = dx.first)) set_strides(problem, axes, dx, &axisnorm::Axis::dx);
-  if ((problem.has_mask = mask.first)) set_strides(problem, axes, mask, &axisnorm::Axis::mask);
+  if ((problem.has_dx = dx.first)) axes.set(problem, dx, &axisnorm::Axis::dx);
+  if ((problem.has_mask = mask.first)) axes.set(problem, mask, &axisnorm::Axis::mask);
   problem.has_running = running_mean;
   const axisnorm::Plan plan = axisnorm::make_plan(problem);
   if (plan.refused) return plan.refused;
@@ -139,10 +125,11 @@ std::optional<std::string> backward(nb::bytes axes, const Given &grad, const Giv
 }
 
 // The loops for a tensor of these strides: "rows", "lines" or "lanes", or why there are none.
-std::string loops(nb::bytes axes, const std::vector<int64_t> &strides, bool masked, bool running) {
-  axisnorm::Problem problem = problem_of(axes);
-  set_strides(problem, axes, {1, strides}, &axisnorm::Axis::x);
-  if ((problem.has_mask = masked)) set_strides(problem, axes, {1, strides}, &axisnorm::Axis::mask);
+std::string loops(nb::bytes packed, const std::vector<int64_t> &strides, bool masked, bool running) {
+  const Axes axes(packed);
+  axisnorm::Problem problem = axes.problem();
+  axes.set(problem, {1, strides}, &axisnorm::Axis::x);
+  if ((problem.has_mask = masked)) axes.set(problem, {1, strides}, &axisnorm::Axis::mask);
   problem.has_running = running;
   const axisnorm::Plan plan = axisnorm::make_plan(problem);
   return plan.refused ? plan.refused : plan.rows ? "rows" : plan.nest.lanes ? "lanes" : "lines";
@@ -240,4 +227,5 @@ NB_MODULE(_native, m) {
   m.def("add_forward", &add_forward, nb::call_guard<nb::gil_scoped_release>());
   m.def("add_backward", &add_backward, nb::call_guard<nb::gil_scoped_release>());
   torch_door::add_to(m.ptr());
+  torch_door::add_ops_to(m.ptr());
 }

@@ -1,164 +1,21 @@
-// The short way for plain torch tensors. torch exposes a table of C functions (DLPack 1.3, the
-// type's __dlpack_c_exchange_api__) that describes a tensor without a Python call and without
-// linking to torch. These functions read their arguments through it, check everything, compute
-// and return, or return None when anything is unusual: Python then takes the long way, which
+// The short way for plain torch tensors: these functions read their arguments, check everything,
+// compute and return, or return None when anything is unusual: Python then takes the long way, which
 // finds out why and raises where something is wrong.
 #include "torch_door.h"
 
-#include <math.h>
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <stdint.h>
+#include "torch_tensor.h"
 
-#include <initializer_list>
-#include <new>
-
-#include "dispatch.h"
-
+namespace torch_door {
 namespace {
 
-using nanobind::dlpack::dltensor;
-
-// The table of dlpack.h, version 1.3.
-struct ExchangeApi {
-  struct {
-    uint32_t major, minor;
-    void *previous;
-  } header;
-  void *allocate, *managed_from_object, *object_from_managed;  // functions that are not used here
-  int (*describe)(void *object, dltensor *out);
-  void *current_stream;
-};
-
-// Set once by connect(), under the GIL.
-const ExchangeApi *api;
-PyObject *tensor_type, *parameter_type, *empty_like, *large_empty_like;
-int64_t large;  // bytes from which large_empty_like allocates
-
-// Who may be watching: functions without arguments that return a number or a bool,
-// torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
-struct {
-  PyObject *dispatch_modes, *function_mode, *transforms, *tracing, *grad_enabled, *is_neg, *is_inference,
-      *increment_version;
-  PyObject *compiler, *forward_ad;
-} watch;
-
-PyObject *apply_node;     // _ShortNorm.apply(x, weight, bias, (y, stats, constants)) -> y
+PyObject *apply_node;     // _ShortNorm.apply(x, weight, bias, (y, kept)) -> y
 PyObject *long_backward;  // (ctx, grad): what short_backward leaves alone
+PyObject *increment_version;
 
 // Names of attributes, made once.
 struct {
-  PyObject *_is_compiling_flag, *_current_level, *requires_grad, *to_save, *saved_tensors,
-      *needs_input_grad, *stats, *constants;
+  PyObject *to_save, *saved_tensors, *needs_input_grad, *kept;
 } names;
-
-// ---- the guard: a tensor that something watches goes the long way. Each line of it was seen to
-// give silently wrong results when missing; each has a test.
-
-// Whether the value is false, None, or a number at most `most`. An error counts as watching.
-bool quiet(PyObject *value, long most = 0) {
-  if (!value) return PyErr_Clear(), false;
-  const bool none = value == Py_None;
-  const long number = none ? 0 : PyLong_AsLong(value);
-  if (number == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
-  return number <= most;
-}
-
-bool answers_quiet(PyObject *function) {
-  PyObject *answer = PyObject_CallNoArgs(function);
-  const bool result = quiet(answer);
-  Py_XDECREF(answer);
-  return result;
-}
-
-// The class is exactly a tensor's. (Its subclasses have a say in what is computed.)
-bool is_exact(PyObject *object) {
-  PyObject *type = (PyObject *)Py_TYPE(object);
-  return type == tensor_type || type == parameter_type;
-}
-
-// Not a view that torch keeps negated (is_neg): its memory holds the opposite sign.
-bool is_positive(PyObject *tensor) {
-  PyObject *answer = PyObject_CallFunctionObjArgs(watch.is_neg, tensor, nullptr);
-  const bool result = quiet(answer);
-  Py_XDECREF(answer);
-  return result;
-}
-
-bool unwatched() {
-  return answers_quiet(watch.dispatch_modes) && answers_quiet(watch.function_mode) &&
-         answers_quiet(watch.transforms) && answers_quiet(watch.tracing) &&
-         quiet(PyDict_GetItemWithError(watch.compiler, names._is_compiling_flag)) &&
-         quiet(PyDict_GetItemWithError(watch.forward_ad, names._current_level), -1);
-}
-
-bool wants_gradient(PyObject *tensor) {
-  if (tensor == Py_None) return false;
-  PyObject *answer = PyObject_GetAttr(tensor, names.requires_grad);
-  const bool result = !quiet(answer);
-  Py_XDECREF(answer);
-  return result;
-}
-
-// ---- reading
-
-// Above this many elements a call takes longer than handing the GIL over.
-constexpr int64_t kReleaseGil = 1 << 16;
-
-struct Reading {
-  dltensor t;
-  int dtype;
-  int64_t size;
-};
-
-int dtype_of(nanobind::dlpack::dtype d) {
-  if (d.lanes != 1) return -1;
-  if (d.code == (uint8_t)nanobind::dlpack::dtype_code::Float)
-    return d.bits == 32 ? F32 : d.bits == 64 ? F64 : d.bits == 16 ? F16 : -1;
-  return d.code == (uint8_t)nanobind::dlpack::dtype_code::Bfloat && d.bits == 16 ? BF16 : -1;
-}
-
-bool contiguous(const dltensor &t) {
-  if (!t.strides) return true;
-  int64_t step = 1;
-  for (int i = t.ndim - 1; i >= 0; i--) {
-    if (t.shape[i] != 1 && t.strides[i] != step) return false;
-    step *= t.shape[i];
-  }
-  return true;
-}
-
-// The strides of a tensor of at most MOST axes, in elements.
-struct Strides {
-  static constexpr int MOST = 8;
-  int64_t of[MOST];
-  void set(const dltensor &t) {
-    int64_t step = 1;
-    for (int i = t.ndim - 1; i >= 0; i--) {
-      of[i] = t.strides ? t.strides[i] : step;
-      step *= t.shape[i];
-    }
-  }
-};
-
-// A plain tensor of this process's memory, not empty, and contiguous unless its strides are asked for;
-// false otherwise, without an error.
-bool read(PyObject *object, Reading &r, Strides *strides = nullptr) {
-  if (!is_exact(object)) return false;
-  if (api->describe(object, &r.t)) {
-    PyErr_Clear();
-    return false;
-  }
-  r.dtype = dtype_of(r.t.dtype);
-  if (r.t.device.device_type != nanobind::device::cpu::value || r.dtype < 0 || !r.t.data)
-    return false;
-  r.size = 1;
-  for (int i = 0; i < r.t.ndim; i++) r.size *= r.t.shape[i];
-  if (strides && r.t.ndim <= Strides::MOST) strides->set(r.t);
-  return r.size > 0 && (strides ? r.t.ndim <= Strides::MOST : contiguous(r.t));
-}
-
-const void *data(const Reading &r) { return (const char *)r.t.data + r.t.byte_offset; }
 
 // The sizes of the trailing axes that share a mean: fills job.rows and job.n.
 bool read_shape(PyObject *shape, const Reading &x, Job &job, int64_t *sizes, int &count) {
@@ -182,21 +39,9 @@ bool read_shape(PyObject *shape, const Reading &x, Job &job, int64_t *sizes, int
   return true;
 }
 
-bool same_shape(const Reading &r, const int64_t *sizes, int count) {
-  if (r.t.ndim != count) return false;
-  for (int i = 0; i < count; i++)
-    if (r.t.shape[i] != sizes[i]) return false;
-  return true;
-}
-
-bool read_number(PyObject *object, double &value) {
-  value = PyFloat_AsDouble(object);
-  if (value == -1.0 && PyErr_Occurred()) {
-    PyErr_Clear();
-    return false;
-  }
-  return isfinite(value);
-}
+// What a node keeps beside its saved tensors x and weight, in one tuple: attributes cost more. The
+// bias may change before backward, which does not read it.
+enum { STATS, KEPT_BIAS, CONSTANTS };
 
 // x, weight, bias, normalized_shape, eps, weight_offset, center, rounded: what forward and
 // backward have in common.
@@ -237,38 +82,8 @@ bool read_common(PyObject *const *args, Job &job, Reading &x) {
   return true;
 }
 
-// Runs with the GIL released where that pays. False: an exception is set.
-template <class Compute> bool run(const Compute &compute, int64_t elements) {
-  PyThreadState *state = elements >= kReleaseGil ? PyEval_SaveThread() : nullptr;
-  bool fine = true;
-  try {
-    compute();
-  } catch (const std::bad_alloc &) {
-    fine = false;
-  }
-  if (state) PyEval_RestoreThread(state);
-  if (!fine) PyErr_NoMemory();
-  return fine;
-}
-bool run(void (*compute)(const Job &), const Job &job) {
+bool run_rows(void (*compute)(const Job &), const Job &job) {
   return run([&] { compute(job); }, job.rows * job.n);
-}
-
-// A new tensor like this one, of so many elements, in `address`; its strides in `strides`.
-PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address,
-               Strides *strides = nullptr) {
-  const int64_t bytes = size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2);
-  PyObject *allocate = bytes < large ? empty_like : large_empty_like;
-  PyObject *result = PyObject_CallFunctionObjArgs(allocate, tensor, nullptr);
-  if (!result) return nullptr;
-  dltensor t;
-  if (api->describe(result, &t)) {
-    Py_DECREF(result);
-    return nullptr;
-  }
-  address = (char *)t.data + t.byte_offset;
-  if (strides) strides->set(t);
-  return result;
 }
 
 // The statistics that backward needs, (3, rows) of the compute type: as bytes, which cost a tenth of
@@ -280,8 +95,6 @@ PyObject *new_stats(Job &job, int64_t rows) {
   return stats;
 }
 PyObject *new_stats(Job &job) { return new_stats(job, job.rows); }
-
-PyObject *unsure() { Py_RETURN_NONE; }
 
 // ---- norms of channels-first tensors: GroupNorm, InstanceNorm, BatchNorm, LayerNorm2d
 
@@ -336,10 +149,7 @@ bool read_channels(PyObject *object, int64_t channels, const void *&place, int32
 }
 
 // x, weight, bias, kind, groups, eps: what forward and backward have in common.
-enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, KEPT_BIAS, CHANNEL_CONSTANTS };
-
-// Whether the constants that a node keeps are those of a norm of channels, not of rows.
-bool of_channels(PyObject *constants) { return !PyTuple_Check(PyTuple_GetItem(constants, 0)); }
+enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, CHANNEL_CONSTANTS };
 
 bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
   if (!read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !is_positive(args[X])) return false;
@@ -360,11 +170,15 @@ bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
   return true;
 }
 
-// Whether running statistics may be written: not in a tensor that keeps no version.
-bool is_inference(PyObject *tensor) {
-  PyObject *answer = PyObject_CallFunctionObjArgs(watch.is_inference, tensor, nullptr);
-  const bool result = !quiet(answer);
-  Py_XDECREF(answer);
+// y with the node that knows its gradient; takes the reference to `kept`.
+PyObject *noted(PyObject *const *args, PyObject *y, PyObject *kept) {
+  // Within a tuple, y is no input of the node.
+  PyObject *found = kept ? PyTuple_Pack(2, y, kept) : nullptr;
+  PyObject *result = found ? PyObject_CallFunctionObjArgs(apply_node, args[X], args[WEIGHT],
+                                                          args[BIAS], found, nullptr)
+                           : nullptr;
+  Py_XDECREF(kept);
+  Py_XDECREF(found);
   return result;
 }
 
@@ -389,7 +203,7 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   if (running && !given &&
       (!read_number(args[9], momentum) || is_inference(running_mean) || is_inference(running_var)))
     return unsure();
-  const bool recording = !answers_quiet(watch.grad_enabled);
+  const bool recording = is_recording();
   if (recording && (wants_gradient(running_mean) || wants_gradient(running_var))) return unsure();
   const bool gradient = recording && (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) ||
                                       wants_gradient(args[BIAS]));
@@ -431,15 +245,8 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   }
   fine = fine && run([&] { axisnorm::forward(plan, c.job, c.task); }, c.x.size);
   if (fine && gradient) {
-    // The bias is kept beside the saved tensors: it may change before backward, which does not read it.
-    PyObject *constants = PyTuple_Pack(CHANNEL_CONSTANTS - 3, args[KIND], args[GROUPS],
-                                       args[CHANNEL_EPS], given ? Py_True : Py_False, args[BIAS]);
-    PyObject *found = constants ? PyTuple_Pack(3, y, stats, constants) : nullptr;
-    result = found ? PyObject_CallFunctionObjArgs(apply_node, args[X], args[WEIGHT], args[BIAS],
-                                                  found, nullptr)
-                   : nullptr;
-    Py_XDECREF(constants);
-    Py_XDECREF(found);
+    result = noted(args, y, PyTuple_Pack(6, stats, args[BIAS], args[KIND], args[GROUPS],
+                                         args[CHANNEL_EPS], given ? Py_True : Py_False));
   } else if (fine) {
     result = y;
     Py_INCREF(y);
@@ -452,7 +259,7 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
                     c.x.dtype});
     PyObject *both = PyTuple_Pack(2, running_mean, running_var);
     PyObject *done =
-        both ? PyObject_CallFunctionObjArgs(watch.increment_version, both, nullptr) : nullptr;
+        both ? PyObject_CallFunctionObjArgs(increment_version, both, nullptr) : nullptr;
     if (!done) Py_CLEAR(result);
     Py_XDECREF(both);
     Py_XDECREF(done);
@@ -461,13 +268,39 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   return result;
 }
 
+// What a node keeps, as new references.
+class Kept {
+ public:
+  explicit Kept(PyObject *ctx)
+      : saved(PyObject_GetAttr(ctx, names.saved_tensors)),
+        needed(saved ? PyObject_GetAttr(ctx, names.needs_input_grad) : nullptr),
+        others(needed ? PyObject_GetAttr(ctx, names.kept) : nullptr) {}
+  Kept(const Kept &) = delete;
+  ~Kept() {
+    Py_XDECREF(saved);
+    Py_XDECREF(needed);
+    Py_XDECREF(others);
+  }
+  bool failed() const { return !others; }  // an exception is set
+  bool of_channels() const { return !PyTuple_Check(constant(0)); }
+  bool needs(int input) const { return PyTuple_GetItem(needed, input) == Py_True; }
+  PyObject *constant(int i) const { return PyTuple_GetItem(others, CONSTANTS + i); }
+  // x, weight, bias and the constants; returns the statistics. All are borrowed.
+  PyObject *inputs(PyObject **args, int count) const {
+    args[X] = PyTuple_GetItem(saved, 0);
+    args[WEIGHT] = PyTuple_GetItem(saved, 1);
+    args[BIAS] = PyTuple_GetItem(others, KEPT_BIAS);
+    for (int i = 3; i < count; i++) args[i] = constant(i - 3);
+    return PyTuple_GetItem(others, STATS);
+  }
+
+ private:
+  PyObject *saved, *needed, *others;
+};
+
 // The gradients (dx, dweight, dbias, None), or None.
-PyObject *channel_backward(PyObject *saved, PyObject *needs, PyObject *stats, PyObject *constants,
-                           PyObject *gradient) {
-  PyObject *args[CHANNEL_CONSTANTS];
-  for (int i = 0; i < CHANNEL_CONSTANTS; i++)
-    args[i] = i < 3 ? PyTuple_GetItem(saved, i) : PyTuple_GetItem(constants, i - 3);
-  args[BIAS] = args[KEPT_BIAS];
+PyObject *channel_backward(const Kept &node, PyObject *gradient) {
+  PyObject *args[CHANNEL_CONSTANTS], *const stats = node.inputs(args, CHANNEL_CONSTANTS);
   const bool given = args[GIVEN] == Py_True;
   Channels c = {};
   Strides strides, grad_strides;
@@ -483,7 +316,7 @@ PyObject *channel_backward(PyObject *saved, PyObject *needs, PyObject *stats, Py
   void **targets[3] = {&c.job.dx, &c.job.dweight, &c.job.dbias};
   bool fine = true;
   for (int i = 0; i < 3 && fine; i++) {
-    if (PyTuple_GetItem(needs, i) != Py_True || args[i] == Py_None) continue;
+    if (!node.needs(i) || args[i] == Py_None) continue;
     const int dtype = i == 0 ? c.x.dtype : i == 1 ? c.job.weight_dtype : c.job.bias_dtype;
     results[i] = like(args[i], i ? c.channels : c.x.size, dtype, *targets[i], i ? nullptr : &strides);
     fine = results[i] != nullptr;
@@ -518,65 +351,20 @@ PyObject *channel_backward(PyObject *saved, PyObject *needs, PyObject *stats, Py
 
 // ---- what Python calls
 
-// connect(capsule, {name: object}) -> bool: the table and what `watch` holds, by name
-PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  const struct {
-    const char *name;
-    PyObject **place;
-  } wanted[] = {{"Tensor", &tensor_type},
-                {"Parameter", &parameter_type},
-                {"empty_like", &empty_like},
-                {"large_empty_like", &large_empty_like},
-                {"dispatch_modes", &watch.dispatch_modes},
-                {"function_mode", &watch.function_mode},
-                {"transforms", &watch.transforms},
-                {"tracing", &watch.tracing},
-                {"grad_enabled", &watch.grad_enabled},
-                {"is_neg", &watch.is_neg},
-                {"is_inference", &watch.is_inference},
-                {"increment_version", &watch.increment_version},
-                {"compiler", &watch.compiler},
-                {"forward_ad", &watch.forward_ad},
-                {"apply_node", &apply_node},
-                {"long_backward", &long_backward}};
-  if (count != 2 || !PyDict_Check(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "connect takes a capsule and a dictionary");
+// connect_nodes({name: object}) -> None: what the nodes of plain norms need, by name
+PyObject *connect_nodes(PyObject *, PyObject *given) {
+  if (!take(given, {{"apply_node", &apply_node},
+                    {"long_backward", &long_backward},
+                    {"increment_version", &increment_version}}))
     return nullptr;
-  }
-  auto *table = (const ExchangeApi *)PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
-  if (!table) return nullptr;
-  if (table->header.major != 1 || !table->describe) Py_RETURN_FALSE;
-  for (const auto &item : wanted) {
-    PyObject *object = PyDict_GetItemString(args[1], item.name);
-    if (!object) {
-      PyErr_Format(PyExc_KeyError, "%s", item.name);
-      return nullptr;
-    }
-    Py_INCREF(object);
-    *item.place = object;
-  }
-  PyObject *least = PyDict_GetItemString(args[1], "large");
-  large = least ? PyLong_AsLongLong(least) : 0;
-  if (large <= 0) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_KeyError, "large");
-    return nullptr;
-  }
 #define INTERN(name) \
   if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr
-  INTERN(_is_compiling_flag);
-  INTERN(_current_level);
-  INTERN(requires_grad);
   INTERN(to_save);
   INTERN(saved_tensors);
   INTERN(needs_input_grad);
-  INTERN(stats);
-  INTERN(constants);
+  INTERN(kept);
 #undef INTERN
-  if (!PyDict_GetItem(watch.compiler, names._is_compiling_flag) ||
-      !PyDict_GetItem(watch.forward_ad, names._current_level))
-    Py_RETURN_FALSE;  // another version of torch, where these stand elsewhere
-  api = table;
-  Py_RETURN_TRUE;
+  Py_RETURN_NONE;
 }
 
 // The output of the common arguments; with `stats`, also what backward needs.
@@ -586,7 +374,7 @@ PyObject *compute(PyObject *const *args, PyObject **stats) {
   if (!read_common(args, job, x)) return unsure();
   PyObject *y = like(args[X], x.size, x.dtype, job.y);
   if (y && stats && !(*stats = new_stats(job))) Py_CLEAR(y);
-  if (y && !run(axisnorm::forward, job)) Py_CLEAR(y);
+  if (y && !run_rows(axisnorm::forward, job)) Py_CLEAR(y);
   return y;
 }
 
@@ -595,37 +383,29 @@ PyObject *short_way(PyObject *const *args) {
   if (!api || !is_exact(args[X]) || !unwatched()) return unsure();
   // What is no tensor is refused when it is read.
   const bool gradient =
-      !answers_quiet(watch.grad_enabled) &&
+      is_recording() &&
       (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
   if (!gradient) return compute(args, nullptr);
   PyObject *stats = nullptr, *y = compute(args, &stats);
   if (!stats) return y;  // unsure, or an error
-  PyObject *shape = PySequence_Tuple(args[SHAPE]);  // a list of the caller's could change
-  PyObject *constants =
-      shape ? PyTuple_Pack(5, shape, args[EPS], args[OFFSET], args[CENTER], args[ROUNDED]) : nullptr;
-  // Within a tuple, y is no input of the node.
-  PyObject *found = y && constants ? PyTuple_Pack(3, y, stats, constants) : nullptr;
-  PyObject *result = found ? PyObject_CallFunctionObjArgs(apply_node, args[X], args[WEIGHT],
-                                                          args[BIAS], found, nullptr)
+  PyObject *shape = y ? PySequence_Tuple(args[SHAPE]) : nullptr;  // a list of the caller's could change
+  PyObject *result = shape ? noted(args, y, PyTuple_Pack(7, stats, args[BIAS], shape, args[EPS],
+                                                         args[OFFSET], args[CENTER], args[ROUNDED]))
                            : nullptr;
-  for (PyObject *used : {y, stats, shape, constants, found}) Py_XDECREF(used);
+  for (PyObject *used : {y, stats, shape}) Py_XDECREF(used);
   return result;
 }
 
-// node_forward(ctx, x, weight, bias, (y, stats, constants)) -> y: keeps what backward needs
+// node_forward(ctx, x, weight, bias, (y, kept)) -> y: keeps what backward needs
 PyObject *node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 5) {
+  if (count != 5 || !PyTuple_Check(args[4]) || PyTuple_Size(args[4]) != 2) {
     PyErr_SetString(PyExc_TypeError, "node_forward takes 5 arguments");
     return nullptr;
   }
   PyObject *ctx = args[0], *y = PyTuple_GetItem(args[4], 0);
-  PyObject *constants = y ? PyTuple_GetItem(args[4], 2) : nullptr;
-  PyObject *saved = constants ? PyTuple_Pack(3, args[1], args[2],
-                                             of_channels(constants) ? Py_None : args[3])
-                              : nullptr;
+  PyObject *saved = PyTuple_Pack(2, args[1], args[2]);
   const bool fine = saved && !PyObject_SetAttr(ctx, names.to_save, saved) &&
-                    !PyObject_SetAttr(ctx, names.stats, PyTuple_GetItem(args[4], 1)) &&
-                    !PyObject_SetAttr(ctx, names.constants, constants);
+                    !PyObject_SetAttr(ctx, names.kept, PyTuple_GetItem(args[4], 1));
   Py_XDECREF(saved);
   if (!fine) return nullptr;
   Py_INCREF(y);
@@ -656,53 +436,32 @@ PyObject *short_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return short_way(common);
 }
 
-// What the node keeps, as new references.
-struct Kept {
-  PyObject *saved, *needs, *stats, *constants;
-  explicit Kept(PyObject *ctx)
-      : saved(PyObject_GetAttr(ctx, names.saved_tensors)),
-        needs(saved ? PyObject_GetAttr(ctx, names.needs_input_grad) : nullptr),
-        stats(needs ? PyObject_GetAttr(ctx, names.stats) : nullptr),
-        constants(stats ? PyObject_GetAttr(ctx, names.constants) : nullptr) {}
-  Kept(const Kept &) = delete;
-  ~Kept() {
-    Py_XDECREF(saved);
-    Py_XDECREF(needs);
-    Py_XDECREF(stats);
-    Py_XDECREF(constants);
-  }
-};
-
 // short_backward(ctx, grad) -> (dx, dweight, dbias, None): what the node returns
 PyObject *short_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   if (!api || count != 2 || !is_exact(args[1]) || !unwatched() ||
-      !answers_quiet(watch.grad_enabled) || !is_positive(args[1]))
+      is_recording() || !is_positive(args[1]))
     return unsure();
-  const Kept kept(args[0]);
-  if (!kept.constants) return nullptr;
-  if (of_channels(kept.constants))
-    return channel_backward(kept.saved, kept.needs, kept.stats, kept.constants, args[1]);
-  PyObject *common[COMMON];
-  for (int i = 0; i < COMMON; i++)
-    common[i] = i < 3 ? PyTuple_GetItem(kept.saved, i) : PyTuple_GetItem(kept.constants, i - 3);
+  const Kept node(args[0]);
+  if (node.failed()) return nullptr;
+  if (node.of_channels()) return channel_backward(node, args[1]);
+  PyObject *common[COMMON], *const stats = node.inputs(common, COMMON);
   Job job = {};
   Reading x, grad;
   if (!read_common(common, job, x) || !read(args[1], grad) || grad.dtype != x.dtype ||
-      !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(kept.stats) ||
-      PyBytes_Size(kept.stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
+      !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(stats) ||
+      PyBytes_Size(stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
     return unsure();
   job.grad = data(grad);
-  job.stats = PyBytes_AsString(kept.stats);
+  job.stats = PyBytes_AsString(stats);
   PyObject *results[3] = {};
   void **targets[3] = {&job.dx, &job.dweight, &job.dbias};
   bool fine = true;
   for (int i = 0; i < 3 && fine; i++) {
-    const bool needed = PyTuple_GetItem(kept.needs, i) == Py_True && common[i] != Py_None;
-    if (needed)
+    if (node.needs(i) && common[i] != Py_None)
       fine = (results[i] = like(common[i], i ? job.n : x.size, x.dtype, *targets[i])) != nullptr;
   }
   PyObject *result = nullptr;
-  if (fine && run(axisnorm::backward, job)) {
+  if (fine && run_rows(axisnorm::backward, job)) {
     PyObject *all[3];
     for (int i = 0; i < 3; i++) all[i] = results[i] ? results[i] : Py_None;
     result = PyTuple_Pack(4, all[0], all[1], all[2], Py_None);
@@ -714,7 +473,7 @@ PyObject *short_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
 // A contiguous copy of a gradient that is none, such as the expanded one of sum(). Null if it needs
 // no copy or somebody may be watching, and also with an error set.
 PyObject *gathered(PyObject *grad) {
-  if (!api || !is_exact(grad) || !unwatched() || !answers_quiet(watch.grad_enabled)) return nullptr;
+  if (!api || !is_exact(grad) || !unwatched() || is_recording()) return nullptr;
   PyObject *copy = PyObject_CallMethod(grad, "contiguous", nullptr);
   if (copy == grad) Py_CLEAR(copy);
   return copy;
@@ -777,26 +536,11 @@ struct {
 
 // connect_add({name: object}) -> None: what the functions below need, by name
 PyObject *connect_add(PyObject *, PyObject *given) {
-  const struct {
-    const char *name;
-    PyObject **place;
-  } wanted[] = {{"apply_node", &apply_add_node},
-                {"long_backward", &long_add_backward},
-                {"draw", &draw},
-                {"seed", &kept_seed}};
-  if (!PyDict_Check(given)) {
-    PyErr_SetString(PyExc_TypeError, "connect_add takes a dictionary");
+  if (!take(given, {{"apply_node", &apply_add_node},
+                    {"long_backward", &long_add_backward},
+                    {"draw", &draw},
+                    {"seed", &kept_seed}}))
     return nullptr;
-  }
-  for (const auto &item : wanted) {
-    PyObject *object = PyDict_GetItemString(given, item.name);
-    if (!object) {
-      PyErr_Format(PyExc_KeyError, "%s", item.name);
-      return nullptr;
-    }
-    Py_INCREF(object);
-    *item.place = object;
-  }
   add_names.materialize_grads = PyUnicode_InternFromString("materialize_grads");
   add_names.non_differentiable = PyUnicode_InternFromString("non_differentiable");
   if (!add_names.materialize_grads || !add_names.non_differentiable) return nullptr;
@@ -824,10 +568,6 @@ bool draw_seed(uint64_t &seed) {
 
 enum { RESIDUAL, DROPOUT_P, TRAINING, PRENORM, ADDED };
 
-bool same_kind(const Reading &a, const Reading &b) {
-  return a.dtype == b.dtype && same_shape(a, b.t.shape, b.t.ndim);
-}
-
 // As short_way, for the norm of a sum: y, or with prenorm (y, h).
 PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   if (!api || !apply_add_node || !is_exact(args[X]) || !unwatched()) return unsure();
@@ -840,7 +580,7 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   if (!read_common(args, job, x) || !read(added[RESIDUAL], residual) || !same_kind(residual, x) ||
       !is_positive(added[RESIDUAL]) || !read_number(added[DROPOUT_P], p) || !(p >= 0 && p < 1))
     return unsure();
-  const bool recording = !answers_quiet(watch.grad_enabled);
+  const bool recording = is_recording();
   const bool gradient_of_h =
       recording && (wants_gradient(args[X]) || wants_gradient(added[RESIDUAL]));
   const bool gradient = gradient_of_h || (recording && (wants_gradient(args[WEIGHT]) ||
@@ -854,17 +594,16 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   if (fine && (gradient || prenorm)) fine = (h = like(args[X], x.size, x.dtype, job.h)) != nullptr;
   if (fine && gradient) fine = (stats = new_stats(job)) != nullptr;
   if (fine && job.dropout_p > 0) fine = draw_seed(job.seed);
-  fine = fine && run(axisnorm::forward, job);
+  fine = fine && run_rows(axisnorm::forward, job);
   PyObject *result = nullptr;
   if (fine && gradient) {
     PyObject *shape = PySequence_Tuple(args[SHAPE]);
-    PyObject *constants = shape ? Py_BuildValue("(OOOOOdL)", shape, args[EPS], args[OFFSET],
-                                                args[CENTER], args[ROUNDED], job.dropout_p,
-                                                (long long)job.seed)
-                                : nullptr;
-    PyObject *found = constants ? PyTuple_Pack(5, y, h, stats, constants,
-                                               gradient_of_h ? Py_True : Py_False)
-                                : nullptr;
+    PyObject *kept = shape ? Py_BuildValue("(OOOOOOOdL)", stats, args[BIAS], shape, args[EPS],
+                                           args[OFFSET], args[CENTER], args[ROUNDED],
+                                           job.dropout_p, (long long)job.seed)
+                           : nullptr;
+    PyObject *found =
+        kept ? PyTuple_Pack(4, y, h, kept, gradient_of_h ? Py_True : Py_False) : nullptr;
     PyObject *both = found ? PyObject_CallFunctionObjArgs(apply_add_node, args[X], added[RESIDUAL],
                                                           args[WEIGHT], args[BIAS], found, nullptr)
                            : nullptr;
@@ -875,7 +614,7 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
     } else {
       result = both;
     }
-    for (PyObject *used : {shape, constants, found}) Py_XDECREF(used);
+    for (PyObject *used : {shape, kept, found}) Py_XDECREF(used);
   } else if (fine && prenorm) {
     result = PyTuple_Pack(2, y, h);
   } else if (fine) {
@@ -907,22 +646,20 @@ PyObject *short_add_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   return short_add_way(common, added);
 }
 
-// add_node_forward(ctx, x, residual, weight, bias, (y, h, stats, constants, whether h has a
-// gradient)) -> (y, h)
+// add_node_forward(ctx, x, residual, weight, bias, (y, h, kept, whether h has a gradient)) -> (y, h)
 PyObject *add_node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 6 || !PyTuple_Check(args[5]) || PyTuple_Size(args[5]) != 5) {
+  if (count != 6 || !PyTuple_Check(args[5]) || PyTuple_Size(args[5]) != 4) {
     PyErr_SetString(PyExc_TypeError, "add_node_forward takes 6 arguments");
     return nullptr;
   }
   PyObject *ctx = args[0], *found = args[5], *h = PyTuple_GetItem(found, 1);
-  PyObject *saved = PyTuple_Pack(3, h, args[3], args[4]);
+  PyObject *saved = PyTuple_Pack(2, h, args[3]);
   // An output that nobody used has no gradient rather than one of zeros.
   bool fine = saved && !PyObject_SetAttr(ctx, names.to_save, saved) &&
-              !PyObject_SetAttr(ctx, names.stats, PyTuple_GetItem(found, 2)) &&
-              !PyObject_SetAttr(ctx, names.constants, PyTuple_GetItem(found, 3)) &&
+              !PyObject_SetAttr(ctx, names.kept, PyTuple_GetItem(found, 2)) &&
               !PyObject_SetAttr(ctx, add_names.materialize_grads, Py_False);
   Py_XDECREF(saved);
-  if (fine && PyTuple_GetItem(found, 4) != Py_True) {
+  if (fine && PyTuple_GetItem(found, 3) != Py_True) {
     PyObject *constant = PyTuple_Pack(1, h);
     fine = constant && !PyObject_SetAttr(ctx, add_names.non_differentiable, constant);
     Py_XDECREF(constant);
@@ -938,27 +675,24 @@ bool read_gradient(PyObject *object, const Reading &of, Reading &gradient) {
 
 // short_add_backward(ctx, grad, grad_h) -> (dx, dresidual, dweight, dbias, None)
 PyObject *short_add_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (!api || count != 3 || !unwatched() || !answers_quiet(watch.grad_enabled)) return unsure();
-  const Kept kept(args[0]);
-  if (!kept.constants) return nullptr;
-  PyObject *common[COMMON];
-  for (int i = 0; i < COMMON; i++)
-    common[i] = i < 3 ? PyTuple_GetItem(kept.saved, i) : PyTuple_GetItem(kept.constants, i - 3);
+  if (!api || count != 3 || !unwatched() || is_recording()) return unsure();
+  const Kept node(args[0]);
+  if (node.failed()) return nullptr;
+  PyObject *common[COMMON], *const stats = node.inputs(common, COMMON);
   Job job = {};
   Reading h, grad, grad_h;
   if (!read_common(common, job, h) || !read_gradient(args[1], h, grad) ||
-      (args[2] != Py_None && !read_gradient(args[2], h, grad_h)) || !PyBytes_Check(kept.stats) ||
-      PyBytes_Size(kept.stats) != 3 * job.rows * (h.dtype == F64 ? 8 : 4))
+      (args[2] != Py_None && !read_gradient(args[2], h, grad_h)) || !PyBytes_Check(stats) ||
+      PyBytes_Size(stats) != 3 * job.rows * (h.dtype == F64 ? 8 : 4))
     return unsure();
   job.grad = data(grad);
   if (args[2] != Py_None) job.grad_h = data(grad_h);
-  job.stats = PyBytes_AsString(kept.stats);
+  job.stats = PyBytes_AsString(stats);
   job.grad_h_stride = job.dropped_dx_stride = job.n;
-  job.dropout_p = PyFloat_AsDouble(PyTuple_GetItem(kept.constants, 5));
-  job.seed = (uint64_t)PyLong_AsLongLong(PyTuple_GetItem(kept.constants, 6));
+  job.dropout_p = PyFloat_AsDouble(node.constant(5));
+  job.seed = (uint64_t)PyLong_AsLongLong(node.constant(6));
   if (PyErr_Occurred()) return nullptr;
 
-  const auto needs = [&](int i) { return PyTuple_GetItem(kept.needs, i) == Py_True; };
   const bool dropped = job.dropout_p > 0;
   PyObject *dx = nullptr, *dh = nullptr, *dweight = nullptr, *dbias = nullptr;
   bool fine = true;
@@ -966,15 +700,15 @@ PyObject *short_add_backward(PyObject *, PyObject *const *args, Py_ssize_t count
                         void *&place) {
     if (fine && wanted) fine = (result = like(model, size, h.dtype, place)) != nullptr;
   };
-  make(needs(1) || (needs(0) && !dropped), common[X], h.size, dh, job.dx);
-  make(needs(0) && dropped, common[X], h.size, dx, job.dropped_dx);
-  make(needs(2) && common[WEIGHT] != Py_None, common[WEIGHT], job.n, dweight, job.dweight);
-  make(needs(3) && common[BIAS] != Py_None, common[BIAS], job.n, dbias, job.dbias);
+  make(node.needs(1) || (node.needs(0) && !dropped), common[X], h.size, dh, job.dx);
+  make(node.needs(0) && dropped, common[X], h.size, dx, job.dropped_dx);
+  make(node.needs(2) && common[WEIGHT] != Py_None, common[WEIGHT], job.n, dweight, job.dweight);
+  make(node.needs(3) && common[BIAS] != Py_None, common[BIAS], job.n, dbias, job.dbias);
   PyObject *result = nullptr;
-  if (fine && run(axisnorm::backward, job)) {
+  if (fine && run_rows(axisnorm::backward, job)) {
     const auto or_none = [](PyObject *object) { return object ? object : Py_None; };
-    result = PyTuple_Pack(5, needs(0) ? or_none(dropped ? dx : dh) : Py_None,
-                          needs(1) ? or_none(dh) : Py_None, or_none(dweight), or_none(dbias),
+    result = PyTuple_Pack(5, node.needs(0) ? or_none(dropped ? dx : dh) : Py_None,
+                          node.needs(1) ? or_none(dh) : Py_None, or_none(dweight), or_none(dbias),
                           Py_None);
   }
   for (PyObject *made : {dx, dh, dweight, dbias}) Py_XDECREF(made);
@@ -997,6 +731,7 @@ PyObject *quicken_add(PyObject *, PyObject *type) { return set_apply(type, &add_
 
 PyMethodDef methods[] = {
     {"connect", (PyCFunction)(void *)connect, METH_FASTCALL, nullptr},
+    {"connect_nodes", (PyCFunction)connect_nodes, METH_O, nullptr},
     {"short_layer_norm", (PyCFunction)(void *)short_layer_norm, METH_FASTCALL, nullptr},
     {"short_rms_norm", (PyCFunction)(void *)short_rms_norm, METH_FASTCALL, nullptr},
     {"short_channel_norm", (PyCFunction)(void *)short_channel_norm, METH_FASTCALL, nullptr},
@@ -1013,6 +748,8 @@ PyMethodDef methods[] = {
 
 }  // namespace
 
-void torch_door::add_to(PyObject *module) {
+void add_to(PyObject *module) {
   if (PyModule_AddFunctions(module, methods)) throw nanobind::python_error();
 }
+
+}  // namespace torch_door

@@ -124,7 +124,7 @@ def test_vmap_of_the_ops() -> None:
     for f, given in (
         (lambda t: ops.norm_fwd(t, w, None, None, "n [d]; affine=d"), (x,)),
         (lambda t: ops.norm_moments(t, None, "n [d]"), (x,)),
-        (lambda t: ops.norm_running(t, None, w, w.exp(), "[n] d"), (x,)),
+        (lambda t: ops.norm_train_fwd(t, w, None, None, "[n] d; affine=d", w, w.exp()), (x,)),
         (lambda t, s: ops.add_norm_fwd(t, t, w, None, s, 0.5, "n [d]; affine=d"), (x, seeds)),
         (backward, (grads, x)),
         (add_backward, (grads, x, seeds)),

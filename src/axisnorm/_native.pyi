@@ -1,4 +1,4 @@
-# csrc/bind.cpp and csrc/torch_door.cpp. Every address and shape is checked before the call.
+# csrc/bind.cpp, csrc/torch_door.cpp and csrc/torch_ops.cpp. Every address and shape is checked before the call.
 
 from typing import Any, TypeAlias
 
@@ -109,6 +109,7 @@ def add_backward(
 
 # torch tensors; None where anything is unusual
 def connect(table: Any, watch: dict[str, Any], /) -> bool: ...
+def connect_nodes(given: dict[str, Any], /) -> None: ...
 def short_layer_norm(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, /) -> Any: ...
 def short_rms_norm(
     x: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any, /
@@ -160,6 +161,34 @@ def add_node_forward(
 ) -> tuple[Any, Any]: ...
 def short_add_backward(ctx: Any, grad: Any, grad_h: Any, /) -> tuple[Any, ...] | None: ...
 def quicken_add(node: type, /) -> None: ...
+
+# the operators, see _torch.py
+def connect_ops(given: dict[str, Any], /) -> None: ...
+def op_forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    scheme: str,
+    running_mean: Any = None,
+    running_var: Any = None,
+    /,
+) -> tuple[Any, Any]: ...
+def op_train(
+    x: Any, weight: Any, bias: Any, mask: Any, scheme: str, running_mean: Any, running_var: Any, /
+) -> tuple[Any, Any, Any, Any]: ...
+def op_backward(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    running_mean: Any,
+    running_var: Any,
+    stats: Any,
+    scheme: str,
+    /,
+) -> tuple[Any, Any, Any]: ...
 
 # the instruction set and the threads
 def isa() -> str: ...

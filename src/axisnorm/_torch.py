@@ -110,7 +110,7 @@ def _nothing(*_: Any) -> None:
 
 
 class _ShortNorm(Function):
-    """The autograd node of the short way: forward(ctx, x, weight, bias, (y, stats, constants))."""
+    """The autograd node of the short way: forward(ctx, x, weight, bias, (y, kept))."""
 
     forward = staticmethod(_native.node_forward if _native else _nothing)
 
@@ -121,25 +121,32 @@ class _ShortNorm(Function):
 
 def _long_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients where something watches, create_graph for example."""
-    inputs = Inputs(*ctx.saved_tensors)
-    if not isinstance(ctx.constants[0], tuple):
-        return (*_channel_gradients(ctx, grad, inputs), None)
-    shape, eps, offset, center, rounded = ctx.constants
-    scheme = Scheme.layer_norm(
+    x, weight = ctx.saved_tensors
+    kept, bias, *constants = ctx.kept
+    inputs = Inputs(x, weight, bias)
+    if not isinstance(constants[0], tuple):
+        return (*_channel_gradients(grad, inputs, kept, constants, ctx.needs_input_grad), None)
+    scheme = _scheme_of_rows(*constants)
+    stats = torch.frombuffer(bytearray(kept), dtype=_compute_type(x)).view(3, -1)
+    return (*_gradients(grad, inputs, stats, scheme, ctx.needs_input_grad), None)
+
+
+def _scheme_of_rows(
+    shape: tuple[int, ...], eps: float | None, offset: float, center: bool, rounded: bool
+) -> Scheme:
+    return Scheme.layer_norm(
         ndim=len(shape),
         eps=eps,
         center=center,
         weight_offset=offset,
         rounding="before_affine" if rounded else "once",
     )
-    kind = _compute_type(inputs.x)
-    stats = torch.frombuffer(bytearray(ctx.stats), dtype=kind).view(3, -1)
-    return (*_gradients(grad, inputs, stats, scheme, ctx.needs_input_grad), None)
 
 
-def _channel_gradients(ctx: Any, grad: Tensor, inputs: Inputs) -> tuple[Tensor | None, ...]:
-    kind, groups, eps, given, bias = ctx.constants
-    inputs = inputs._replace(bias=bias)
+def _channel_gradients(
+    grad: Tensor, inputs: Inputs, kept: bytes, constants: Sequence[Any], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    kind, groups, eps, given = constants
     scheme = (
         Scheme.group_norm(groups, eps=eps)
         if kind == _route.GROUP
@@ -149,15 +156,16 @@ def _channel_gradients(ctx: Any, grad: Tensor, inputs: Inputs) -> tuple[Tensor |
             _route.LAYER_2D: Scheme.layer_norm_2d,
         }[kind](eps=eps)
     )
-    values = torch.frombuffer(bytearray(ctx.stats), dtype=torch.float64 if given else
-                              _compute_type(inputs.x))  # fmt: skip
+    values = torch.frombuffer(
+        bytearray(kept), dtype=torch.float64 if given else _compute_type(inputs.x)
+    )
     if not given:
-        return _gradients(grad, inputs, values.view(3, -1), scheme, ctx.needs_input_grad)
+        return _gradients(grad, inputs, values.view(3, -1), scheme, needs)
     scheme = scheme.replace(statistics="running")
     mean, var = values.view(2, -1)
     inputs = inputs._replace(running_mean=mean, running_var=var)
     stats = values.new_empty((3, _sizes(inputs.x, scheme).num_groups))  # not read
-    return _gradients(grad, inputs, stats, scheme, ctx.needs_input_grad)
+    return _gradients(grad, inputs, stats, scheme, needs)
 
 
 # What the native module asks, calls and compares types with. Whoever may be watching is asked by a
@@ -175,20 +183,25 @@ _CONNECTED: dict[str, Any] = {
     "grad_enabled": _grad_enabled,
     "is_neg": Tensor.is_neg,
     "is_inference": Tensor.is_inference,
-    "increment_version": increment_version,
     "compiler": vars(torch.compiler),
     "forward_ad": vars(forward_ad),
-    # Function.apply looks for torch.func transforms, which the guard has done.
-    "apply_node": super(Function, _ShortNorm).apply,
-    "long_backward": _long_backward,
 }
-
-short_layer_norm = short_rms_norm = short_channel_norm = _nothing
-if (
+_is_connected = bool(
     _native
     and hasattr(Tensor, "__dlpack_c_exchange_api__")
     and _native.connect(Tensor.__dlpack_c_exchange_api__, _CONNECTED)
-):
+)
+
+short_layer_norm = short_rms_norm = short_channel_norm = _nothing
+if _is_connected:
+    _native.connect_nodes(
+        {
+            # Function.apply looks for torch.func transforms, which the guard has done.
+            "apply_node": super(Function, _ShortNorm).apply,
+            "long_backward": _long_backward,
+            "increment_version": increment_version,
+        }
+    )
     short_layer_norm = _native.short_layer_norm
     short_rms_norm = _native.short_rms_norm
     short_channel_norm = _native.short_channel_norm
@@ -823,8 +836,8 @@ for _schema in (
     f"norm_bwd(Tensor grad, {_INPUTS}, {_RUNNING}, Tensor stats, str scheme)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     "norm_moments(Tensor x, Tensor? mask, str scheme) -> (Tensor mean, Tensor var, Tensor rstd)",
-    "norm_running(Tensor x, Tensor? mask, Tensor running_mean, Tensor running_var, str scheme)"
-    " -> (Tensor running_mean_out, Tensor running_var_out)",
+    f"norm_train_fwd({_INPUTS}, str scheme, Tensor running_mean, Tensor running_var)"
+    " -> (Tensor y, Tensor stats, Tensor running_mean_out, Tensor running_var_out)",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -846,8 +859,7 @@ def _normalize_by_ops(inputs: Inputs, scheme: Scheme | str) -> Tensor:
         return ops.norm_fwd(x, weight, bias, mask, text)[0]
     if _uses_running(text):
         return ops.norm_fwd(x, weight, bias, mask, text, running_mean, running_var)[0]
-    y = ops.norm_fwd(x, weight, bias, mask, text)[0]
-    mean, var = ops.norm_running(x.detach(), mask, running_mean, running_var, text)
+    y, _, mean, var = ops.norm_train_fwd(x, weight, bias, mask, text, running_mean, running_var)
     if not _is_compiling() and _transforms():
         _Move.apply(running_mean, running_var, mean, var)
         return y
@@ -958,21 +970,35 @@ def _fake_moments(x: Tensor, mask: Tensor | None, scheme: str) -> tuple[Tensor, 
     )
 
 
-def _op_running(
-    x: Tensor, mask: Tensor | None, running_mean: Tensor, running_var: Tensor, scheme: str
-) -> tuple[Tensor, Tensor]:
-    meaning = as_scheme(scheme)
+def _op_train_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scheme: str,
+    running_mean: Tensor,
+    running_var: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     moved = running_mean.clone(), running_var.clone()
-    inputs = Inputs(x, None, None, mask, *moved)
-    _move(inputs, meaning, _measure(inputs, meaning))
-    return moved
+    inputs, meaning = Inputs(x, weight, bias, mask, *moved), as_scheme(scheme)
+    _check(inputs, meaning)
+    found: list[Statistics] = []
+    y, stats = _forward(inputs._replace(running_mean=None, running_var=None), meaning, found)
+    _move(inputs, meaning, found[0])
+    return y, stats, *moved
 
 
-def _fake_running(
-    x: Tensor, mask: Tensor | None, running_mean: Tensor, running_var: Tensor, scheme: str
-) -> tuple[Tensor, Tensor]:
-    _check(Inputs(x, None, None, mask, running_mean, running_var), as_scheme(scheme))
-    return torch.empty_like(running_mean), torch.empty_like(running_var)
+def _fake_train_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scheme: str,
+    running_mean: Tensor,
+    running_var: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, stats = _fake_forward(x, weight, bias, mask, scheme, running_mean, running_var)
+    return y, stats, torch.empty_like(running_mean), torch.empty_like(running_var)
 
 
 def _moments_by_reference(
@@ -1014,12 +1040,21 @@ def _backward_by_reference(
     return dx, nothing if dweight is None else dweight, nothing if dbias is None else dbias
 
 
-def _running_by_reference(
-    x: Tensor, mask: Tensor | None, running_mean: Tensor, running_var: Tensor, scheme: str
-) -> tuple[Tensor, Tensor]:
+def _train_by_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scheme: str,
+    running_mean: Tensor,
+    running_var: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     meaning = as_scheme(scheme)
-    inputs = Inputs(x, None, None, mask, running_mean, running_var)
-    return _moved(inputs, meaning, reference.moments(x, meaning, mask=mask))
+    y, moments = _differentiable(Inputs(x, weight, bias, mask), meaning)
+    # What running statistics become has no gradient.
+    inputs = Inputs(x.detach(), None, None, mask, running_mean, running_var)
+    moved = _moved(inputs, meaning, reference.moments(inputs.x, meaning, mask=mask))
+    return y, _narrowed(moments, _compute_type(x)), *moved
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -1028,7 +1063,16 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.mark_non_differentiable(output[1])
 
 
-def _op_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _keep_for_train_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
+    x, weight, bias, mask, ctx.scheme, _, _ = inputs
+    _, *others = output
+    ctx.save_for_backward(x, weight, bias, mask, None, None, others[0])
+    ctx.mark_non_differentiable(*others)
+
+
+def _op_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, stats = ctx.saved_tensors
     scheme = as_scheme(ctx.scheme)
     found = _gradients(grad, Inputs(*inputs), stats, scheme, ctx.needs_input_grad)
@@ -1117,19 +1161,79 @@ def _autograd_kernel(name: str, rules: Rules, gradients: Callable[..., Any]) -> 
     return kernel
 
 
+_Prepared = tuple[Any, ...]
+_prepared: dict[tuple[str, tuple[int, ...], bool], _Prepared | None] = {}
+
+
+def _prepare(scheme: str, shape: tuple[int, ...], affine: bool) -> _Prepared | None:
+    """What csrc/torch_ops.cpp needs to know of a scheme and a shape; None: no kernel."""
+    meaning = as_scheme(scheme)
+    sizes = meaning.layout(len(shape)).sizes(shape)
+    found: _Prepared | None = None
+    if _route.route(sizes, "float32", affine).engine == "native":
+        found = (
+            _route.axes(sizes, affine),
+            sizes.num_groups,
+            meaning.center,
+            meaning.rounding == "before_affine",
+            meaning.eps,
+            meaning.correction,
+            meaning.weight_offset,
+            meaning.statistics == "running",
+            sizes.affine_shape,
+            sizes.running_shape,
+            _route.channels(sizes),
+            meaning.momentum,
+            meaning.running_correction,
+        )
+    if len(_prepared) >= 4096:
+        _prepared.clear()
+    _prepared[scheme, shape, affine] = found
+    return found
+
+
+def _new_stats(x: Tensor, groups: int) -> Tensor:
+    return x.new_empty((3, groups), dtype=_compute_type(x))
+
+
+_op_norm: Callable[..., Any] = _op_forward
+_op_train: Callable[..., Any] = _op_train_forward
+_op_norm_backward: Callable[..., Any] = _op_backward
+if _is_connected:
+    _native.connect_ops(
+        {
+            "prepared": _prepared,
+            "prepare": _prepare,
+            "new_stats": _new_stats,
+            "nothing": lambda x: x.new_empty(0),
+            "forward": _op_forward,
+            "backward": _op_backward,
+            "train": _op_train_forward,
+        }
+    )
+    _op_norm, _op_train = _native.op_forward, _native.op_train
+    _op_norm_backward = _native.op_backward
+
 for _name, _rules in {
     "norm_fwd": Rules(
-        _op_forward,
+        _op_norm,
         _fake_forward,
         _forward_by_reference,
         _keep_for_backward,
         _op_gradients,
         differentiable=5,
     ),
-    "norm_bwd": Rules(_op_backward, _fake_backward, _backward_by_reference),
+    "norm_bwd": Rules(_op_norm_backward, _fake_backward, _backward_by_reference),
     "norm_moments": Rules(
         _op_moments, _fake_moments, _moments_by_reference, _keep_for_moments, _moments_gradients
     ),
-    "norm_running": Rules(_op_running, _fake_running, _running_by_reference),
+    "norm_train_fwd": Rules(
+        _op_train,
+        _fake_train_forward,
+        _train_by_reference,
+        _keep_for_train_backward,
+        _op_gradients,
+        differentiable=5,
+    ),
 }.items():
     register(_library, _name, _rules)

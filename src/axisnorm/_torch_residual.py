@@ -177,16 +177,10 @@ class _ShortAddNorm(Function):
 
 def _long_backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
     """The gradients where something watches, create_graph for example."""
-    h, weight, bias = ctx.saved_tensors
-    shape, eps, offset, center, rounded, dropout_p, seed = ctx.constants
-    scheme = Scheme.layer_norm(
-        ndim=len(shape),
-        eps=eps,
-        center=center,
-        weight_offset=offset,
-        rounding="before_affine" if rounded else "once",
-    )
-    stats = torch.frombuffer(bytearray(ctx.stats), dtype=_torch._compute_type(h)).view(3, -1)
+    h, weight = ctx.saved_tensors
+    kept, bias, *constants, dropout_p, seed = ctx.kept
+    scheme = _torch._scheme_of_rows(*constants)
+    stats = torch.frombuffer(bytearray(kept), dtype=_torch._compute_type(h)).view(3, -1)
     saved = Saved(h, weight, bias, torch.tensor(seed) if dropout_p else None, stats, dropout_p)
     return (*_gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad), None)
 
@@ -538,7 +532,7 @@ for _name, _rules in {
 # The short way, in csrc/torch_door.cpp
 
 short_add_layer_norm = short_add_rms_norm = _torch._nothing
-if _native and _torch.short_layer_norm is not _torch._nothing:
+if _torch._is_connected:
     with torch.inference_mode(False):
         _kept_seed = torch.empty((), dtype=torch.int64, device="cpu")
     _native.connect_add(

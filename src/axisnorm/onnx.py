@@ -38,7 +38,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {
         ops.norm_fwd.default: _norm,
         ops.norm_moments.default: _moments,
-        ops.norm_running.default: _running,
+        ops.norm_train_fwd.default: _train,
         ops.add_norm_fwd.default: _add_norm,
     }
 
@@ -62,11 +62,18 @@ def _moments(x: Tensor, mask: Tensor | None, scheme: str) -> tuple[Tensor, Tenso
     return _onnx.moments(x, as_scheme(scheme), mask)
 
 
-def _running(
-    x: Tensor, mask: Tensor | None, running_mean: Tensor, running_var: Tensor, scheme: str
-) -> tuple[Tensor, Tensor]:
+def _train(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scheme: str,
+    running_mean: Tensor,
+    running_var: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, stats = _norm(x, weight, bias, mask, scheme)
     inputs = Inputs(x, None, None, mask, running_mean, running_var)
-    return _onnx.moved(inputs, as_scheme(scheme))
+    return y, stats, *_onnx.moved(inputs, as_scheme(scheme))
 
 
 def _add_norm(

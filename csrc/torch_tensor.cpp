@@ -1,0 +1,193 @@
+#include "torch_tensor.h"
+
+#include <math.h>
+
+namespace torch_door {
+
+const ExchangeApi *api;
+PyObject *tensor_type, *parameter_type, *empty_like;
+
+namespace {
+
+PyObject *large_empty_like;
+int64_t large;  // bytes from which large_empty_like allocates
+
+// Who may be watching: functions without arguments that return a number or a bool,
+// torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
+struct {
+  PyObject *dispatch_modes, *function_mode, *transforms, *tracing, *grad_enabled, *is_neg,
+      *is_inference;
+  PyObject *compiler, *forward_ad;
+} watch;
+
+// Names of attributes, made once.
+struct {
+  PyObject *_is_compiling_flag, *_current_level, *requires_grad;
+} names;
+
+// Whether the value is false, None, or a number at most `most`. An error counts as watching.
+bool quiet(PyObject *value, long most = 0) {
+  if (!value) return PyErr_Clear(), false;
+  const bool none = value == Py_None;
+  const long number = none ? 0 : PyLong_AsLong(value);
+  if (number == -1 && PyErr_Occurred()) return PyErr_Clear(), false;
+  return number <= most;
+}
+
+bool answers_quiet(PyObject *answer) {
+  const bool result = quiet(answer);
+  Py_XDECREF(answer);
+  return result;
+}
+
+bool says_no(PyObject *function) { return answers_quiet(PyObject_CallNoArgs(function)); }
+bool says_no(PyObject *function, PyObject *of) {
+  return answers_quiet(PyObject_CallFunctionObjArgs(function, of, nullptr));
+}
+
+int dtype_of(nanobind::dlpack::dtype d) {
+  if (d.lanes != 1) return -1;
+  if (d.code == (uint8_t)nanobind::dlpack::dtype_code::Float)
+    return d.bits == 32 ? F32 : d.bits == 64 ? F64 : d.bits == 16 ? F16 : -1;
+  return d.code == (uint8_t)nanobind::dlpack::dtype_code::Bfloat && d.bits == 16 ? BF16 : -1;
+}
+
+bool contiguous(const dltensor &t) {
+  if (!t.strides) return true;
+  int64_t step = 1;
+  for (int i = t.ndim - 1; i >= 0; i--) {
+    if (t.shape[i] != 1 && t.strides[i] != step) return false;
+    step *= t.shape[i];
+  }
+  return true;
+}
+
+}  // namespace
+
+bool take(PyObject *dictionary, std::initializer_list<Wanted> wanted) {
+  if (!PyDict_Check(dictionary)) {
+    PyErr_SetString(PyExc_TypeError, "what to connect comes in a dictionary");
+    return false;
+  }
+  for (const Wanted &item : wanted) {
+    PyObject *object = PyDict_GetItemString(dictionary, item.name);
+    if (!object) {
+      PyErr_Format(PyExc_KeyError, "%s", item.name);
+      return false;
+    }
+    Py_INCREF(object);
+    *item.place = object;
+  }
+  return true;
+}
+
+PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "connect takes a capsule and a dictionary");
+    return nullptr;
+  }
+  auto *table = (const ExchangeApi *)PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
+  if (!table) return nullptr;
+  if (table->header.major != 1 || !table->describe) Py_RETURN_FALSE;
+  PyObject *least = nullptr;
+  if (!take(args[1], {{"Tensor", &tensor_type},
+                      {"Parameter", &parameter_type},
+                      {"empty_like", &empty_like},
+                      {"large_empty_like", &large_empty_like},
+                      {"large", &least},
+                      {"dispatch_modes", &watch.dispatch_modes},
+                      {"function_mode", &watch.function_mode},
+                      {"transforms", &watch.transforms},
+                      {"tracing", &watch.tracing},
+                      {"grad_enabled", &watch.grad_enabled},
+                      {"is_neg", &watch.is_neg},
+                      {"is_inference", &watch.is_inference},
+                      {"compiler", &watch.compiler},
+                      {"forward_ad", &watch.forward_ad}}))
+    return nullptr;
+  large = PyLong_AsLongLong(least);
+  Py_DECREF(least);
+  if (PyErr_Occurred()) return nullptr;
+#define INTERN(name) \
+  if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr
+  INTERN(_is_compiling_flag);
+  INTERN(_current_level);
+  INTERN(requires_grad);
+#undef INTERN
+  if (!PyDict_GetItem(watch.compiler, names._is_compiling_flag) ||
+      !PyDict_GetItem(watch.forward_ad, names._current_level))
+    Py_RETURN_FALSE;  // another version of torch, where these stand elsewhere
+  api = table;
+  Py_RETURN_TRUE;
+}
+
+bool is_exact(PyObject *object) {
+  PyObject *type = (PyObject *)Py_TYPE(object);
+  return type == tensor_type || type == parameter_type;
+}
+
+bool is_positive(PyObject *tensor) { return says_no(watch.is_neg, tensor); }
+
+bool unwatched() {
+  return says_no(watch.dispatch_modes) && says_no(watch.function_mode) &&
+         says_no(watch.transforms) && says_no(watch.tracing) &&
+         quiet(PyDict_GetItemWithError(watch.compiler, names._is_compiling_flag)) &&
+         quiet(PyDict_GetItemWithError(watch.forward_ad, names._current_level), -1);
+}
+
+bool is_recording() { return !says_no(watch.grad_enabled); }
+
+bool wants_gradient(PyObject *tensor) {
+  return tensor != Py_None && !answers_quiet(PyObject_GetAttr(tensor, names.requires_grad));
+}
+
+bool is_inference(PyObject *tensor) { return !says_no(watch.is_inference, tensor); }
+
+void Strides::set(const dltensor &t) {
+  int64_t step = 1;
+  for (int i = t.ndim - 1; i >= 0; i--) {
+    of[i] = t.strides ? t.strides[i] : step;
+    step *= t.shape[i];
+  }
+}
+
+bool read(PyObject *object, Reading &r, Strides *strides) {
+  if (!is_exact(object)) return false;
+  if (api->describe(object, &r.t)) {
+    PyErr_Clear();
+    return false;
+  }
+  r.dtype = dtype_of(r.t.dtype);
+  if (r.t.device.device_type != nanobind::device::cpu::value || r.dtype < 0 || !r.t.data)
+    return false;
+  r.size = 1;
+  for (int i = 0; i < r.t.ndim; i++) r.size *= r.t.shape[i];
+  if (strides && r.t.ndim <= Strides::MOST) strides->set(r.t);
+  return r.size > 0 && (strides ? r.t.ndim <= Strides::MOST : contiguous(r.t));
+}
+
+bool read_number(PyObject *object, double &value) {
+  value = PyFloat_AsDouble(object);
+  if (value == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  return isfinite(value);
+}
+
+PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address, Strides *strides) {
+  const int64_t bytes = size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2);
+  PyObject *allocate = bytes < large ? empty_like : large_empty_like;
+  PyObject *result = PyObject_CallFunctionObjArgs(allocate, tensor, nullptr);
+  if (!result) return nullptr;
+  dltensor t;
+  if (api->describe(result, &t)) {
+    Py_DECREF(result);
+    return nullptr;
+  }
+  address = (char *)t.data + t.byte_offset;
+  if (strides) strides->set(t);
+  return result;
+}
+
+}  // namespace torch_door

@@ -1,0 +1,117 @@
+// Reading torch tensors in C. torch exposes a table of C functions (DLPack 1.3, the type's
+// __dlpack_c_exchange_api__) that describes a tensor without a Python call and without linking to
+// torch.
+#pragma once
+#include <Python.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <stdint.h>
+
+#include <initializer_list>
+#include <new>
+
+#include "dispatch.h"
+
+namespace torch_door {
+
+using nanobind::dlpack::dltensor;
+
+// The table of dlpack.h, version 1.3.
+struct ExchangeApi {
+  struct {
+    uint32_t major, minor;
+    void *previous;
+  } header;
+  void *allocate, *managed_from_object, *object_from_managed;  // functions that are not used here
+  int (*describe)(void *object, dltensor *out);
+  void *current_stream;
+};
+
+// Set once by connect(), under the GIL.
+extern const ExchangeApi *api;
+extern PyObject *tensor_type, *parameter_type, *empty_like;
+
+// connect(capsule, {name: object}) -> bool: the table, and by name what is asked here.
+PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count);
+
+// Takes new references to values of a dictionary. False: an exception is set.
+struct Wanted {
+  const char *name;
+  PyObject **place;
+};
+bool take(PyObject *dictionary, std::initializer_list<Wanted> wanted);
+
+// ---- the guard: a tensor that something watches goes the long way. Each line of it was seen to
+// give silently wrong results when missing; each has a test.
+
+// The class is exactly a tensor's. (Its subclasses have a say in what is computed.)
+bool is_exact(PyObject *object);
+// Not a view that torch keeps negated (is_neg): its memory holds the opposite sign.
+bool is_positive(PyObject *tensor);
+// Nobody traces, transforms or dispatches.
+bool unwatched();
+bool is_recording();  // gradients
+// None does not.
+bool wants_gradient(PyObject *tensor);
+// A tensor that keeps no version may not be written.
+bool is_inference(PyObject *tensor);
+
+// ---- reading
+
+struct Reading {
+  dltensor t;
+  int dtype;
+  int64_t size;
+};
+
+// The strides of a tensor of at most MOST axes, in elements.
+struct Strides {
+  static constexpr int MOST = 8;
+  int64_t of[MOST];
+  void set(const dltensor &t);
+};
+
+// A plain tensor of this process's memory, not empty, and contiguous unless its strides are asked for;
+// false otherwise, without an error.
+bool read(PyObject *object, Reading &r, Strides *strides = nullptr);
+
+inline const void *data(const Reading &r) { return (const char *)r.t.data + r.t.byte_offset; }
+inline bool same_shape(const Reading &r, const int64_t *sizes, int count) {
+  if (r.t.ndim != count) return false;
+  for (int i = 0; i < count; i++)
+    if (r.t.shape[i] != sizes[i]) return false;
+  return true;
+}
+inline bool same_kind(const Reading &a, const Reading &b) {
+  return a.dtype == b.dtype && same_shape(a, b.t.shape, b.t.ndim);
+}
+// A finite number.
+bool read_number(PyObject *object, double &value);
+
+// ---- computing
+
+// Above this many elements a call takes longer than handing the GIL over.
+constexpr int64_t kReleaseGil = 1 << 16;
+
+// Runs with the GIL released where that pays. False: an exception is set.
+template <class Compute> bool run(const Compute &compute, int64_t elements) {
+  PyThreadState *state = elements >= kReleaseGil ? PyEval_SaveThread() : nullptr;
+  bool fine = true;
+  try {
+    compute();
+  } catch (const std::bad_alloc &) {
+    fine = false;
+  }
+  if (state) PyEval_RestoreThread(state);
+  if (!fine) PyErr_NoMemory();
+  return fine;
+}
+
+// A new tensor like this one, of so many elements, in `address`; its strides in `strides`.
+PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address,
+               Strides *strides = nullptr);
+
+// "I am not sure": what the functions that Python calls return for the long way.
+inline PyObject *unsure() { Py_RETURN_NONE; }
+
+}  // namespace torch_door
