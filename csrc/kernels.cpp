@@ -865,6 +865,11 @@ template <class P> void narrow(const double *v, int64_t n, P *out) {
 template <class C>
 void merge_columns(const C *sums, int64_t stride, int64_t count, int64_t i, int64_t end,
                    int32_t dtype, void *out) {
+  // Few rows: there is nothing to add and nothing to round.
+  if (count == 1 && dtype == (sizeof(C) == sizeof(double) ? F64 : F32)) {
+    memcpy((C *)out + i, sums + i, (size_t)(end - i) * sizeof(C));
+    return;
+  }
   for (; i < end; i += COLUMNS) {
     double total[COLUMNS] = {};
     for (int64_t c = 0; c < count; c++)
