@@ -1,4 +1,5 @@
-# csrc/bind.cpp, csrc/torch_door.cpp and csrc/torch_ops.cpp. Every address and shape is checked before the call.
+# csrc/bind.cpp, csrc/torch_door.cpp and csrc/torch_ops.cpp. Every address and shape is checked
+# before the call.
 
 from typing import Any, TypeAlias
 

@@ -106,7 +106,7 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _nothing(*_: Any) -> None:
-    """What compilers see in place of the short way, and what stands where there is none."""
+    """What stands where there is no short way."""
 
 
 class _ShortNorm(Function):
@@ -192,7 +192,9 @@ _is_connected = bool(
     and _native.connect(Tensor.__dlpack_c_exchange_api__, _CONNECTED)
 )
 
-short_layer_norm = short_rms_norm = short_channel_norm = _nothing
+short_layer_norm: Callable[..., Any] = _nothing
+short_rms_norm: Callable[..., Any] = _nothing
+short_channel_norm: Callable[..., Any] = _nothing
 if _is_connected:
     _native.connect_nodes(
         {
@@ -205,8 +207,6 @@ if _is_connected:
     short_layer_norm = _native.short_layer_norm
     short_rms_norm = _native.short_rms_norm
     short_channel_norm = _native.short_channel_norm
-    for _short in (short_layer_norm, short_rms_norm, short_channel_norm):
-        torch.compiler.substitute_in_graph(_short, skip_signature_check=True)(_nothing)
     if hasattr(_ShortNorm, "_backward_cls"):
         _native.quicken(_ShortNorm._backward_cls)
 
@@ -1063,9 +1063,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.mark_non_differentiable(output[1])
 
 
-def _keep_for_train_backward(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
-) -> None:
+def _keep_for_train_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, mask, ctx.scheme, _, _ = inputs
     _, *others = output
     ctx.save_for_backward(x, weight, bias, mask, None, None, others[0])
@@ -1237,3 +1235,14 @@ for _name, _rules in {
     ),
 }.items():
     register(_library, _name, _rules)
+
+if _is_connected:
+    from . import _torch_graph
+
+    _seen: Callable[..., Any]
+    for _short, _seen in (
+        (short_layer_norm, _torch_graph.layer_norm),
+        (short_rms_norm, _torch_graph.rms_norm),
+        (short_channel_norm, _torch_graph.channel_norm),
+    ):
+        torch.compiler.substitute_in_graph(_short, skip_signature_check=True)(_seen)

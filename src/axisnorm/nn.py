@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
-from . import functional
+# One by one: torch.compile guards the module that a function is looked up in, too.
+from .functional import (
+    add_layer_norm,
+    add_rms_norm,
+    batch_norm,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    layer_norm_2d,
+    normalize,
+    rms_norm,
+)
 from .scheme import ArgumentError, DtypeError, Scheme, as_scheme
 
 __all__ = [
@@ -117,9 +128,7 @@ class LayerNorm(_Traced, torch.nn.LayerNorm):
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
             return node
-        return functional.layer_norm(
-            input, self.normalized_shape, self.weight, self.bias, self.eps, mask=mask
-        )
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, mask=mask)
 
 
 class RMSNorm(_Traced, torch.nn.RMSNorm):
@@ -138,7 +147,7 @@ class RMSNorm(_Traced, torch.nn.RMSNorm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if isinstance(x, Proxy) and (node := self._node(x, mask)) is not None:
             return node
-        return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps, mask=mask)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps, mask=mask)
 
 
 class GroupNorm(_Traced, torch.nn.GroupNorm):
@@ -186,7 +195,7 @@ class GroupNorm(_Traced, torch.nn.GroupNorm):
         weight = self.weight
         if weight is None:
             _check_channels(input, 1, self.num_channels)
-        return functional.group_norm(input, self.num_groups, weight, self.bias, self.eps, mask=mask)
+        return group_norm(input, self.num_groups, weight, self.bias, self.eps, mask=mask)
 
 
 class _ChannelNorm(_Traced, torch.nn.modules.batchnorm._NormBase):
@@ -274,7 +283,7 @@ class _BatchNorm(_ChannelNorm, torch.nn.modules.batchnorm._BatchNorm):
             _check_channels(input, 1, self.num_features)
 
         def run(mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
-            return functional.batch_norm(
+            return batch_norm(
                 input, mean, var, weight, self.bias, batch, momentum, self.eps, mask=mask
             )
 
@@ -359,7 +368,7 @@ class _InstanceNorm(_ChannelNorm, torch.nn.modules.instancenorm._InstanceNorm):
         axis = input.dim() - self._get_no_batch_dim()
         unbatched = axis == 0
         _check_channels(input, axis, self.num_features)
-        y = functional.instance_norm(
+        y = instance_norm(
             input.unsqueeze(0) if unbatched else input,
             self.running_mean,
             self.running_var,
@@ -574,7 +583,7 @@ class LayerNorm2d(_Affine):
         if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
             return node
         _check_channels(input, 1, self.num_channels)
-        return functional.layer_norm_2d(input, self.weight, self.bias, self.eps, mask=mask)
+        return layer_norm_2d(input, self.weight, self.bias, self.eps, mask=mask)
 
 
 class AddLayerNorm(LayerNorm):
@@ -619,7 +628,7 @@ class AddLayerNorm(LayerNorm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if isinstance(input, Proxy) and (node := self._node(input, residual, mask)) is not None:
             return node
-        return functional.add_layer_norm(
+        return add_layer_norm(
             input,
             residual,
             self.normalized_shape,
@@ -672,7 +681,7 @@ class AddRMSNorm(RMSNorm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if isinstance(x, Proxy) and (node := self._node(x, residual, mask)) is not None:
             return node
-        return functional.add_rms_norm(
+        return add_rms_norm(
             x,
             residual,
             self.normalized_shape,
@@ -771,11 +780,11 @@ class Norm(_Affine):
         if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
             return node
         if not self.track_running_stats:
-            return functional.normalize(input, self._scheme, self.weight, self.bias, mask=mask)
+            return normalize(input, self._scheme, self.weight, self.bias, mask=mask)
         scheme = self.scheme
 
         def run(mean: Tensor, var: Tensor, momentum: float | None) -> Tensor:
-            return functional.normalize(
+            return normalize(
                 input,
                 scheme if momentum is None else scheme.replace(momentum=momentum),
                 self.weight,

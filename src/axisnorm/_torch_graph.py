@@ -1,0 +1,131 @@
+"""What compilers see in place of the short way: the operator, by as few steps as will do.
+
+torch.compile guards everything that it meets on the way, and checks that at each call: the steps of
+the long way cost more than a small norm. As the short way these functions return None for what they
+are not sure of. A number is written by an f-string and by float or int, which makes a constant of
+one that the compiler holds for a variable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _route
+from .scheme import trailing_names
+
+__all__ = ["channel_norm", "layer_norm", "rms_norm"]
+
+_has_torch_function = torch.overrides.has_torch_function
+_is_exporting = torch.onnx.is_in_onnx_export
+_norm = torch.ops.axisnorm.norm_fwd.default
+_train = torch.ops.axisnorm.norm_train_fwd.default
+_strided = torch.strided
+
+_TRAILING = tuple(
+    f"... [{names}]; affine={names}; "
+    for names in (" ".join(trailing_names(n)) for n in range(1, 9))
+)
+"""The axes of norms over 1 to 8 trailing axes."""
+
+_CHANNELS = {
+    _route.INSTANCE: "n c [...]; affine=c; ",
+    _route.BATCH: "[n] c [...]; affine=c; ",
+    _route.LAYER_2D: "n [c] ...; affine=c; ",
+}
+"""The axes of other norms, but for GroupNorm's."""
+
+
+def layer_norm(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> Tensor | None:
+    """What ``short_layer_norm`` is."""
+    if not _is_usual(x, weight, bias, eps):
+        return None
+    axes = _trailing(x, normalized_shape)
+    if axes is None:
+        return None
+    return _norm(x, weight, bias, None, f"{axes}eps={float(eps)!r}")[0]
+
+
+def rms_norm(
+    x: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any
+) -> Tensor | None:
+    """What ``short_rms_norm`` is."""
+    if not _is_usual(x, weight, None, 0.0 if eps is None else eps):
+        return None
+    if not isinstance(weight_offset, float) or not -1e300 < weight_offset < 1e300:
+        return None
+    axes = _trailing(x, normalized_shape)
+    if axes is None or rounding not in ("once", "before_affine"):
+        return None
+    epsilon = "none" if eps is None else f"{float(eps)!r}"
+    text = f"{axes}center=false; eps={epsilon}; weight_offset={float(weight_offset)!r}"
+    return _norm(x, weight, None, None, f"{text}; rounding={rounding}")[0]
+
+
+def channel_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    kind: int,
+    groups: Any,
+    eps: Any,
+    running_mean: Any,
+    running_var: Any,
+    batch: Any,
+    momentum: Any,
+) -> Tensor | None:
+    """What ``short_channel_norm`` is."""
+    if not _is_usual(x, weight, bias, eps) or x.dim() < 2:
+        return None
+    if kind == _route.GROUP:
+        if not isinstance(groups, int) or groups < 1:
+            return None
+        axes = f"n (g={int(groups)} [c]) [...]; affine=g c; "
+    else:
+        axes = _CHANNELS[kind]
+    text = f"{axes}eps={float(eps)!r}"
+    if running_mean is None and running_var is None and batch is True:
+        if kind == _route.BATCH and x.numel() == x.shape[1]:
+            return None  # an error
+        return _norm(x, weight, bias, None, text)[0]
+    if not isinstance(running_mean, Tensor) or not isinstance(running_var, Tensor):
+        return None
+    if batch is False:
+        text = f"{text}; statistics=running"
+        return _norm(x, weight, bias, None, text, running_mean, running_var)[0]
+    if batch is not True or not isinstance(momentum, float) or not -1e300 < momentum < 1e300:
+        return None
+    if kind == _route.BATCH and x.numel() == x.shape[1]:
+        return None
+    text = f"{text}; momentum={float(momentum)!r}"
+    y, _, mean, var = _train(x, weight, bias, None, text, running_mean, running_var)
+    running_mean.copy_(mean)
+    running_var.copy_(var)
+    return y
+
+
+def _is_usual(x: Any, weight: Any, bias: Any, eps: Any) -> bool:
+    """Whether these are plain tensors of a processor, and a number."""
+    # No class is compared: that Tensor is the same object under two names would be guarded, too.
+    return (
+        isinstance(x, Tensor)
+        and (weight is None or isinstance(weight, Tensor))
+        and (bias is None or isinstance(bias, Tensor))
+        and not _has_torch_function((x, weight, bias))
+        and x.is_cpu
+        and x.layout == _strided
+        and x.is_floating_point()
+        and not hasattr(x, "device_mesh")
+        and isinstance(eps, float)
+        and -1e300 < eps < 1e300
+        and not _is_exporting()
+    )
+
+
+def _trailing(x: Tensor, shape: Any) -> str | None:
+    """The axes of a norm over the trailing axes, if x ends in ``shape``."""
+    if not isinstance(shape, tuple) or not 1 <= len(shape) <= 8 or x.dim() < len(shape):
+        return None
+    return _TRAILING[len(shape) - 1] if tuple(x.shape[-len(shape) :]) == shape else None
