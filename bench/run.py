@@ -231,7 +231,7 @@ class Cell:
         _, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight, bias, 1e-5)
         op = torch.ops.aten.native_layer_norm_backward
         return {
-            "axisnorm": lambda: _native.short_backward(node, grad),
+            "axisnorm": lambda: _native.node_backward(node, grad),
             "torch": lambda: op(grad, x, shape, mean, rstd, weight, bias, [True] * 3),
         }
 

@@ -9,7 +9,7 @@ namespace torch_door {
 namespace {
 
 PyObject *apply_node;     // _ShortNorm.apply(x, weight, bias, (y, kept)) -> y
-PyObject *long_backward;  // (ctx, grad): what short_backward leaves alone
+PyObject *long_backward;  // (ctx, saved, grad): what short_backward leaves alone
 PyObject *increment_version;
 
 // Names of attributes, made once.
@@ -282,6 +282,7 @@ class Kept {
     Py_XDECREF(others);
   }
   bool failed() const { return !others; }  // an exception is set
+  PyObject *tensors() const { return saved; }
   bool of_channels() const { return !PyTuple_Check(constant(0)); }
   bool needs(int input) const { return PyTuple_GetItem(needed, input) == Py_True; }
   PyObject *constant(int i) const { return PyTuple_GetItem(others, CONSTANTS + i); }
@@ -436,18 +437,14 @@ PyObject *short_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return short_way(common);
 }
 
-// short_backward(ctx, grad) -> (dx, dweight, dbias, None): what the node returns
-PyObject *short_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (!api || count != 2 || !is_exact(args[1]) || !unwatched() ||
-      is_recording() || !is_positive(args[1]))
-    return unsure();
-  const Kept node(args[0]);
-  if (node.failed()) return nullptr;
-  if (node.of_channels()) return channel_backward(node, args[1]);
+// (dx, dweight, dbias, None), or None.
+PyObject *short_backward(const Kept &node, PyObject *const *grads) {
+  if (!is_exact(grads[0]) || !is_positive(grads[0])) return unsure();
+  if (node.of_channels()) return channel_backward(node, grads[0]);
   PyObject *common[COMMON], *const stats = node.inputs(common, COMMON);
   Job job = {};
   Reading x, grad;
-  if (!read_common(common, job, x) || !read(args[1], grad) || grad.dtype != x.dtype ||
+  if (!read_common(common, job, x) || !read(grads[0], grad) || grad.dtype != x.dtype ||
       !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
     return unsure();
@@ -471,42 +468,50 @@ PyObject *short_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 // A contiguous copy of a gradient that is none, such as the expanded one of sum(). Null if it needs
-// no copy or somebody may be watching, and also with an error set.
+// no copy, and also with an error set.
 PyObject *gathered(PyObject *grad) {
-  if (!api || !is_exact(grad) || !unwatched() || is_recording()) return nullptr;
+  if (!is_exact(grad)) return nullptr;
   PyObject *copy = PyObject_CallMethod(grad, "contiguous", nullptr);
   if (copy == grad) Py_CLEAR(copy);
   return copy;
 }
 
 // The gradients of a node: by the short way, else with contiguous gradients, else by the long one.
-// `all` is the node's context and what has arrived.
-PyObject *gradients(PyObject *(*short_one)(PyObject *, PyObject *const *, Py_ssize_t),
-                    PyObject *long_one, PyObject **all, Py_ssize_t count) {
-  PyObject *result = short_one(nullptr, all, count);
-  if (result != Py_None) return result;
-  PyObject *copies[2] = {}, *given[2] = {};
-  bool any = false;
-  for (Py_ssize_t i = 1; i < count && !PyErr_Occurred(); i++) {
-    given[i - 1] = all[i];
-    if ((copies[i - 1] = gathered(all[i]))) all[i] = copies[i - 1], any = true;
+// What the node keeps is read once: checkpoints let nobody read it twice.
+PyObject *gradients(PyObject *(*short_one)(const Kept &, PyObject *const *), PyObject *long_one,
+                    PyObject *ctx, PyObject *const *grads, Py_ssize_t count) {
+  const Kept node(ctx);
+  if (node.failed()) return nullptr;
+  if (api && unwatched() && !is_recording()) {
+    PyObject *result = short_one(node, grads);
+    if (result != Py_None) return result;
+    PyObject *copies[2] = {}, *all[2] = {};
+    bool any = false;
+    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++) {
+      copies[i] = gathered(grads[i]);
+      all[i] = copies[i] ? copies[i] : grads[i];
+      any |= copies[i] != nullptr;
+    }
+    if (PyErr_Occurred()) Py_CLEAR(result);
+    else if (any) Py_DECREF(result), result = short_one(node, all);
+    for (PyObject *copy : copies) Py_XDECREF(copy);
+    if (result != Py_None) return result;
+    Py_DECREF(result);
   }
-  if (PyErr_Occurred()) Py_CLEAR(result);
-  else if (any) Py_DECREF(result), result = short_one(nullptr, all, count);
-  for (PyObject *copy : copies) Py_XDECREF(copy);
-  if (result != Py_None) return result;
-  Py_DECREF(result);
-  return PyObject_CallFunctionObjArgs(long_one, all[0], given[0], given[1], nullptr);
+  return PyObject_CallFunctionObjArgs(long_one, ctx, node.tensors(), grads[0],
+                                      count > 1 ? grads[1] : nullptr, nullptr);
 }
 
 // The method `apply` of the node's class, which autograd calls.
 PyObject *node_apply(PyObject *ctx, PyObject *const *args, Py_ssize_t count) {
-  if (count == 1) {
-    PyObject *all[2] = {ctx, args[0]};
-    return gradients(short_backward, long_backward, all, 2);
-  }
+  if (count == 1) return gradients(short_backward, long_backward, ctx, args, 1);
   PyErr_SetString(PyExc_TypeError, "a norm has one gradient");
   return nullptr;
+}
+
+// node_backward(ctx, grad) -> (dx, dweight, dbias, None)
+PyObject *node_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return node_apply(args[0], args + 1, count - 1);
 }
 
 PyMethodDef apply_definition = {"apply", (PyCFunction)(void *)node_apply, METH_FASTCALL, nullptr};
@@ -525,7 +530,7 @@ PyObject *quicken(PyObject *, PyObject *type) { return set_apply(type, &apply_de
 // ---- the norm of a sum, h = residual + dropout(x)
 
 PyObject *apply_add_node;     // _ShortAddNorm.apply(x, residual, weight, bias, found) -> (y, h)
-PyObject *long_add_backward;  // (ctx, grad, grad_h)
+PyObject *long_add_backward;  // (ctx, saved, grad, grad_h)
 PyObject *draw;               // torch.Tensor.random_
 PyObject *kept_seed;          // an int64 tensor that seeds are drawn into
 bool kept_seed_in_use;
@@ -673,20 +678,17 @@ bool read_gradient(PyObject *object, const Reading &of, Reading &gradient) {
          same_kind(gradient, of);
 }
 
-// short_add_backward(ctx, grad, grad_h) -> (dx, dresidual, dweight, dbias, None)
-PyObject *short_add_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (!api || count != 3 || !unwatched() || is_recording()) return unsure();
-  const Kept node(args[0]);
-  if (node.failed()) return nullptr;
+// (dx, dresidual, dweight, dbias, None), or None.
+PyObject *short_add_backward(const Kept &node, PyObject *const *grads) {
   PyObject *common[COMMON], *const stats = node.inputs(common, COMMON);
   Job job = {};
   Reading h, grad, grad_h;
-  if (!read_common(common, job, h) || !read_gradient(args[1], h, grad) ||
-      (args[2] != Py_None && !read_gradient(args[2], h, grad_h)) || !PyBytes_Check(stats) ||
+  if (!read_common(common, job, h) || !read_gradient(grads[0], h, grad) ||
+      (grads[1] != Py_None && !read_gradient(grads[1], h, grad_h)) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (h.dtype == F64 ? 8 : 4))
     return unsure();
   job.grad = data(grad);
-  if (args[2] != Py_None) job.grad_h = data(grad_h);
+  if (grads[1] != Py_None) job.grad_h = data(grad_h);
   job.stats = PyBytes_AsString(stats);
   job.grad_h_stride = job.dropped_dx_stride = job.n;
   job.dropout_p = PyFloat_AsDouble(node.constant(5));
@@ -716,12 +718,14 @@ PyObject *short_add_backward(PyObject *, PyObject *const *args, Py_ssize_t count
 }
 
 PyObject *add_node_apply(PyObject *ctx, PyObject *const *args, Py_ssize_t count) {
-  if (count == 2) {
-    PyObject *all[3] = {ctx, args[0], args[1]};
-    return gradients(short_add_backward, long_add_backward, all, 3);
-  }
+  if (count == 2) return gradients(short_add_backward, long_add_backward, ctx, args, 2);
   PyErr_SetString(PyExc_TypeError, "the norm of a sum has two gradients");
   return nullptr;
+}
+
+// add_node_backward(ctx, grad, grad_h) -> (dx, dresidual, dweight, dbias, None)
+PyObject *add_node_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return add_node_apply(args[0], args + 1, count - 1);
 }
 
 PyMethodDef add_apply_definition = {"apply", (PyCFunction)(void *)add_node_apply, METH_FASTCALL,
@@ -737,13 +741,13 @@ PyMethodDef methods[] = {
     {"short_channel_norm", (PyCFunction)(void *)short_channel_norm, METH_FASTCALL, nullptr},
     {"node_forward", (PyCFunction)(void *)node_forward, METH_FASTCALL, nullptr},
     {"quicken", (PyCFunction)quicken, METH_O, nullptr},
-    {"short_backward", (PyCFunction)(void *)short_backward, METH_FASTCALL, nullptr},
+    {"node_backward", (PyCFunction)(void *)node_backward, METH_FASTCALL, nullptr},
     {"connect_add", (PyCFunction)connect_add, METH_O, nullptr},
     {"short_add_layer_norm", (PyCFunction)(void *)short_add_layer_norm, METH_FASTCALL, nullptr},
     {"short_add_rms_norm", (PyCFunction)(void *)short_add_rms_norm, METH_FASTCALL, nullptr},
     {"add_node_forward", (PyCFunction)(void *)add_node_forward, METH_FASTCALL, nullptr},
     {"quicken_add", (PyCFunction)quicken_add, METH_O, nullptr},
-    {"short_add_backward", (PyCFunction)(void *)short_add_backward, METH_FASTCALL, nullptr},
+    {"add_node_backward", (PyCFunction)(void *)add_node_backward, METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

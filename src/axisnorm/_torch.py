@@ -116,12 +116,15 @@ class _ShortNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _native.short_backward(ctx, grad) or _long_backward(ctx, grad)
+        return _native.node_backward(ctx, grad)
 
 
-def _long_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _long_backward(
+    ctx: Any, saved: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
     """The gradients where something watches, create_graph for example."""
-    x, weight = ctx.saved_tensors
+    x, weight = saved
+    assert x is not None
     kept, bias, *constants = ctx.kept
     inputs = Inputs(x, weight, bias)
     if not isinstance(constants[0], tuple):

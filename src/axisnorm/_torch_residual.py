@@ -172,12 +172,15 @@ class _ShortAddNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
-        return _native.short_add_backward(ctx, grad, grad_h) or _long_backward(ctx, grad, grad_h)
+        return _native.add_node_backward(ctx, grad, grad_h)
 
 
-def _long_backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
+def _long_backward(
+    ctx: Any, tensors: tuple[Tensor | None, ...], grad: Tensor | None, grad_h: Tensor | None
+) -> tuple[Any, ...]:
     """The gradients where something watches, create_graph for example."""
-    h, weight = ctx.saved_tensors
+    h, weight = tensors
+    assert h is not None
     kept, bias, *constants, dropout_p, seed = ctx.kept
     scheme = _torch._scheme_of_rows(*constants)
     stats = torch.frombuffer(bytearray(kept), dtype=_torch._compute_type(h)).view(3, -1)
