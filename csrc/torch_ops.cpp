@@ -106,7 +106,10 @@ class Call {
       PyErr_SetString(PyExc_SystemError, "new statistics cannot be read");
       Py_CLEAR(stats);
     }
-    if (stats) job.stats = (void *)data(r);
+    if (!stats) return nullptr;
+    job.stats = (void *)data(r);
+    // Where others normalize none are measured, and an operator gives no unwritten memory.
+    if (problem.has_running) memset(job.stats, 0, (size_t)r.size * (r.dtype == F64 ? 8 : 4));
     return stats;
   }
 

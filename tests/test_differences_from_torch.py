@@ -256,3 +256,27 @@ def test_scripting() -> None:
             return input + 1
 
     assert torch.equal(torch.jit.script(Own(5))(x), x + 1)
+
+
+def test_exact_class() -> None:
+    from torch.ao.quantization import fuse_modules
+    from torch.fx.experimental.optimization import fuse
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), torch.nn.ReLU())
+    x = values((2, 3, 6, 6))
+    model(x)
+    wanted = model.eval()(x)
+    with pytest.raises(AssertionError, match="fuser method"):
+        fuse_modules(model, [["0", "1"]])
+    unfused = fuse(model)
+    assert isinstance(unfused.get_submodule("1"), nn.BatchNorm2d)
+    assert torch.equal(unfused(x), wanted)
+
+    for module in model.modules():
+        if type(module).__module__ == "axisnorm.nn":
+            module.__class__ = getattr(torch.nn, type(module).__name__)
+    assert type(fuse_modules(model, [["0", "1"]])[1]) is torch.nn.Identity
+    fused = fuse(model)
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in fused.modules())
+    for one in (fuse_modules(model, [["0", "1"]]), fused):
+        torch.testing.assert_close(one(x), wanted, rtol=1e-4, atol=1e-5)

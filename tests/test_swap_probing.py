@@ -2,7 +2,9 @@
 
 import copy
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -557,6 +559,42 @@ def test_probes_leave_the_module_and_the_random_state_alone():
     assert [parameter._version for parameter in module.parameters()] == versions
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_the_eps_of_bert_in_float16():
+    """Where a square is like 1e-12, the gradient is beyond float16, and torch's is NaN."""
+
+    class Wide(nn.LayerNorm):
+        def forward(self, x):
+            weight, bias = self.weight.float(), self.bias.float()
+            return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x)
+
+    for make in (nn.LayerNorm, Wide):
+        module = randomized(make(12, eps=1e-12)).half()
+        found = swap(Holder(module), randn(2, 12).half())
+        assert len(found.replaced) == 1, found.left
+
+
+def test_every_run_draws_the_same_numbers():
+    """Those of NumPy and of Python too, as models do that mask or drop layers in training."""
+
+    class Draws(Holder):
+        def forward(self, x):
+            return super().forward(x) * np.random.rand() * random.random() * torch.rand(())
+
+    def drawn():
+        return np.random.rand(), random.random(), torch.rand(()).item()
+
+    np.random.seed(5)
+    random.seed(5)
+    torch.manual_seed(5)
+    expected = drawn()
+    np.random.seed(5)
+    random.seed(5)
+    torch.manual_seed(5)
+    found = swap(Draws(nn.LayerNorm(12)), randn(2, 12))
+    assert len(found.replaced) == 1 and found.largest_difference < 1e-5
+    assert drawn() == expected
 
 
 def test_a_module_that_fails_on_random_numbers_is_left():

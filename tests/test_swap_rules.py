@@ -111,6 +111,30 @@ def test_a_foreign_class_pickles_as_itself(protocol):
     assert repr(one) == "Root()" and list(one.state_dict()) == ["g"]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_swapped_model_can_be_scripted_as_before(norm):
+    """The generated forward takes any number of arguments, which TorchScript refuses."""
+    one = nn.Sequential(nn.Linear(8, 8), Root(8), norm(8), Block(Output(8, p=0.0, norm=norm)))
+    x = randn(3, 8)
+    wanted = torch.jit.script(copy.deepcopy(one))(x)
+    swapped = swap(one, x)
+    assert len(swapped.replaced) == 3 and type(one[3].output) is not Output
+    state = [id(tensor) for tensor in one.parameters()]
+    scripted = torch.jit.script(one)
+    torch.testing.assert_close(scripted(x), wanted, rtol=1e-5, atol=1e-5)
+    assert [id(tensor) for tensor in one.parameters()] == state
+    torch.testing.assert_close(one(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_input_that_is_not_finite_shows_nothing(bad):
+    one = nn.Sequential(nn.LayerNorm(8), Root(8))
+    found = swap(one, torch.full((2, 8), bad))
+    assert not found.replaced
+    assert all("holds NaN or infinity" in left.reason for left in found.left)
+
+
 def test_a_failure_while_probing_changes_nothing(monkeypatch):
     one = nn.Sequential(Root(8), Output(8))
 

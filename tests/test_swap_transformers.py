@@ -95,9 +95,21 @@ CASES = [
      {"axisnorm.nn.BatchNorm2d": 6}, {}),
     ("Swin", {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1],
               "num_heads": [2, 2], "window_size": 4, "drop_path_rate": 0.0}, {TORCH: 7}, {}),
+    ("OPT", {**DECODER, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, {TORCH: 5}, {}),
+    ("GPTNeoX", DECODER, {TORCH: 5}, {}),
+    ("StableLm", {**DECODER, "qk_layernorm": True}, {TORCH: 17}, {}),  # one a head
+    ("Llama4Text", {  # and 2 for queries and keys, without weights
+        **WIDE, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1,
+    }, {RMS: 7}, {}),
+    ("DebertaV2", ENCODER, {TORCH: 1, ADD: 4}, {}),
+    ("SqueezeBert", {**ENCODER, "embedding_size": 32},
+     {TORCH: 1, "axisnorm.layer_norm_2d": 4}, {}),
+    ("PoolFormer", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_encoder_blocks": 2,
+                    "patch_sizes": [3, 3], "strides": [2, 2], "padding": [1, 1],
+                    "drop_path_rate": 0.0}, {"axisnorm.normalize": 4}, {}),  # GroupNorms of one group
 ]  # fmt: skip
 
-IMAGE_MODELS = ("ViT", "ConvNext", "ConvNextV2", "ResNet", "Swin")
+IMAGE_MODELS = ("ViT", "ConvNext", "ConvNextV2", "ResNet", "Swin", "PoolFormer")
 
 
 def inputs(name):
@@ -171,10 +183,11 @@ def test_a_model_of_transformers(name, settings, replaced, left):
     assert [type(a) for a in model.modules()] == [type(b) for b in original.modules()]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["Llama", "Gemma", "Bert"])
-def test_a_model_in_bfloat16(name):
+def test_a_model_in_a_half_type(name, dtype):
     settings = dict(next(case[1] for case in CASES if case[0] == name))
-    model, given = made(name, settings).bfloat16(), inputs(name)
+    model, given = made(name, settings).to(dtype), inputs(name)
     original = copy.deepcopy(model)
     found = swap(model, **given)
     assert len(found.replaced) == 5 and not found.left

@@ -231,6 +231,21 @@ def test_quantized_and_nested_go_to_torch() -> None:
     assert torch.equal(axisnorm.rms_norm(z, 8), F.rms_norm(z, (8,)))
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_rms_norm"])
+def test_jagged_tensors_go_to_torch(name: str) -> None:
+    """Their protocol takes rms_norm, by its name, for torch's, and refused our other arguments."""
+    rows, w = [values((2, 8)), values((3, 8), seed=1)], values((8,), seed=2).requires_grad_()
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    given = (x, x, (8,), w) if name.startswith("add") else (x, (8,), w)
+    y = getattr(axisnorm, name)(*given)
+    whole = torch.cat(rows) * (2 if name.startswith("add") else 1)
+    wanted = getattr(F, name.removeprefix("add_"))(whole, (8,), w)
+    assert y.is_nested and torch.allclose(y.values(), wanted, rtol=1e-5, atol=1e-6)
+    (found,) = torch.autograd.grad(y.values().pow(3).sum(), w)
+    (exact,) = torch.autograd.grad(wanted.pow(3).sum(), w)
+    assert torch.allclose(found, exact, rtol=1e-4, atol=1e-5)
+
+
 # --- Autograd
 
 
@@ -416,6 +431,23 @@ def test_opcheck(case: Case) -> None:
             torch.library.opcheck(
                 ops.norm_train_fwd.default, (x, weight, bias, given, text, *running)
             )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck_with_given_statistics() -> None:
+    """The op gave memory that nobody had written for the statistics of the batch."""
+    ops, text = torch.ops.axisnorm, "[n] c [l]; affine=c; statistics=running"
+    x, c = values((3, 2, 5)), values((2,), seed=1).abs()
+    given = (c, c, None, text, c + 1, c + 2)
+    torch.library.opcheck(ops.norm_fwd.default, (x.clone().requires_grad_(), *given))
+    for _ in range(3):
+        spoiled = torch.full((3, 2), 7.0)
+        del spoiled
+        y, stats = ops.norm_fwd(x, *given)
+        assert not stats.any()
+    torch.library.opcheck(ops.norm_bwd.default, (x, x, c, c, None, c + 1, c + 2, stats, text))
+    wanted = torch.nn.functional.batch_norm(x, c + 1, c + 2, c, c, False)
+    torch.testing.assert_close(y, wanted, rtol=1e-6, atol=1e-6)
 
 
 @Doors

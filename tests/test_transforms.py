@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from family import F64, FAMILY, Member, fresh
 from torch import Tensor
 from torch.func import (
     functional_call,
+    functionalize,
     grad,
     hessian,
     jacfwd,
@@ -21,6 +23,7 @@ from torch.func import (
     vjp,
     vmap,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import axisnorm
 import axisnorm.nn
@@ -273,3 +276,61 @@ def test_gradients_of_a_functional_call() -> None:
         assert torch.allclose(found[name], p.grad, rtol=1e-5, atol=1e-6)
     for name, buffer in module.named_buffers():
         assert torch.allclose(buffers[name], buffer)
+
+
+STATEFUL: tuple[Callable[..., torch.nn.Module], ...] = (
+    lambda momentum: axisnorm.nn.BatchNorm1d(3, momentum=momentum),
+    lambda momentum: axisnorm.nn.Norm(
+        "[n] c", affine="c", sizes={"c": 3}, momentum=momentum, track_running_stats=True
+    ),
+)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("make", STATEFUL, ids=["BatchNorm1d", "Norm"])
+def test_a_captured_module_that_is_refused_has_not_moved(make: Any, momentum: Any) -> None:
+    """torch refuses the counter; the statistics had moved by then."""
+    module, x = make(momentum), values((4, 3))
+    for transform in (
+        lambda f: grad(lambda t: f(t).pow(3).sum())(x),
+        lambda f: jvp(f, (x,), (x,)),
+        lambda f: vmap(f)(x.expand(2, 4, 3)),
+    ):
+        with pytest.raises(RuntimeError, match=r"mutate a captured Tensor|vmap"):
+            transform(module)
+        for key, value in make(momentum).state_dict().items():
+            assert torch.equal(module.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("make", STATEFUL, ids=["BatchNorm1d", "Norm"])
+def test_an_ensemble_that_averages_all_batches(make: Any) -> None:
+    """The counters of a batch of modules were read as one number, which vmap refuses."""
+    models = [make(None) for _ in range(3)]
+    parameters, buffers = stack_module_state(models)
+    base = make(None).to("meta")
+    for seed in range(3):
+        xs = values((3, 4, 3), seed=seed)
+        found = vmap(lambda p, b, t: functional_call(base, (p, b), (t,)))(parameters, buffers, xs)
+        for y, model, x in zip(found, models, xs, strict=True):
+            torch.testing.assert_close(y, model(x))
+    for i, model in enumerate(models):
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(buffers[name][i], buffer)
+
+
+@pytest.mark.parametrize("make", STATEFUL, ids=["BatchNorm1d", "Norm"])
+def test_functionalized_training(make: Any) -> None:
+    """functionalize refused the Function that moves running statistics."""
+    module, x = make(0.1), values((4, 3))
+
+    def step(buffers: Any, t: Tensor) -> Tensor:
+        return functional_call(module, buffers, (t,))
+
+    traced = make_fx(functionalize(step))(dict(make(0.1).named_buffers()), x)
+    for run in (functionalize(step), traced):
+        eager, buffers = make(0.1), dict(make(0.1).named_buffers())
+        torch.testing.assert_close(run(buffers, x), eager(x))
+        for name, buffer in eager.named_buffers():
+            assert torch.equal(buffers[name], buffer)
+    found = functionalize(grad(lambda t: make(0.1)(t).pow(3).sum()))(x)
+    torch.testing.assert_close(found, grad(lambda t: make(0.1)(t).pow(3).sum())(x))

@@ -863,12 +863,19 @@ def _normalize_by_ops(inputs: Inputs, scheme: Scheme | str) -> Tensor:
     if _uses_running(text):
         return ops.norm_fwd(x, weight, bias, mask, text, running_mean, running_var)[0]
     y, _, mean, var = ops.norm_train_fwd(x, weight, bias, mask, text, running_mean, running_var)
-    if not _is_compiling() and _transforms():
+    if not _is_compiling() and _transforms() and not _functionalizes():
         _Move.apply(running_mean, running_var, mean, var)
         return y
     running_mean.copy_(mean)
     running_var.copy_(var)
     return y
+
+
+def _functionalizes() -> bool:
+    """Whether torch.func.functionalize is among the transforms: it takes no Function."""
+    functorch = torch._C._functorch
+    levels = functorch.get_interpreter_stack() or ()
+    return any(level.key() == functorch.TransformType.Functionalize for level in levels)
 
 
 class _Move(Function):
@@ -915,7 +922,10 @@ def _op_forward(
 ) -> tuple[Tensor, Tensor]:
     inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
     _check(inputs, as_scheme(scheme))
-    return _forward(inputs, as_scheme(scheme))
+    y, stats = _forward(inputs, as_scheme(scheme))
+    if running_mean is not None:
+        stats.zero_()  # not written, and what an op gives is the same in every call
+    return y, stats
 
 
 def _fake_forward(

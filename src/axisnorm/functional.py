@@ -717,10 +717,10 @@ def _engine(x: Array, *others: Array | None) -> Any:
     )
 
 
-def _handle(
-    function: Callable[..., Any], relevant: tuple[Any, ...], *args: Any, **kwargs: Any
-) -> Any:
-    return _torch_engine.handle_torch_function(function, relevant, *args, **kwargs)
+def _handle(function: Any, relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+    # A subclass may know the function of this name from torch, which has fewer arguments.
+    given = {k: v for k, v in kwargs.items() if v is not function.__kwdefaults__.get(k, function)}
+    return _torch_engine.handle_torch_function(function, relevant, *args, **given)
 
 
 def _foreign(engine: Any, x: Array) -> bool:

@@ -221,17 +221,28 @@ class _ChannelNorm(_Traced, torch.nn.modules.batchnorm._NormBase):
             )
 
 
+_is_compiling = torch.compiler.is_compiling
+_transforms = torch._C._are_functorch_transforms_active
+
+
 def _averaging(module: Any, run: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
     """A batch that moves running statistics to the average of all batches: momentum=None."""
     mean, var, counter = module.running_mean, module.running_var, module.num_batches_tracked
-    if not torch.compiler.is_compiling():
+    if not (_is_compiling() or _transforms()):
         return run(mean, var, 1.0 / (float(counter) + 1.0))
-    # A number that is read off the counter would be compiled in. This batch's own are averaged.
+    # A number that is read off the counter would be compiled in, and vmap has many counters.
+    # This batch's own are averaged.
     own = mean.clone(), var.clone()
     y = run(*own, 1.0)
     for running, new in zip((mean, var), own, strict=True):
-        running.lerp_(new, (1.0 / (counter + 1.0)).to(running.dtype))
+        running.add_((new - running) * (1.0 / (counter + 1.0)).to(running.dtype))
     return y
+
+
+def _check_countable(batches: Tensor) -> None:
+    """Let torch refuse, while nothing has moved, a counter that a transform captured."""
+    if not _is_compiling() and _transforms():
+        batches.add_(0)
 
 
 def _count(batches: Tensor, input: Tensor, mask: Tensor | None) -> None:
@@ -279,6 +290,8 @@ class _BatchNorm(_ChannelNorm, torch.nn.modules.batchnorm._BatchNorm):
                 running_mean = running_var = None
             else:
                 counter = self.num_batches_tracked
+        if counter is not None:
+            _check_countable(counter)
         if weight is None and running_mean is None:
             _check_channels(input, 1, self.num_features)
 
@@ -703,7 +716,8 @@ class Norm(_Affine):
         weight: whether there is a weight, where the scheme has affine axes.
         bias: whether there is a bias, where the scheme has affine axes.
         track_running_stats: keep running statistics in training and normalize with them in
-            evaluation. Their shape is that of the kept affine axes.
+            evaluation. Their shape is that of the kept affine axes. What in torch looks for
+            BatchNorms by their class, as torch.optim.swa_utils.update_bn, passes over them.
         device: of the parameters and running statistics.
         dtype: of the parameters and running statistics.
         fields: further fields of the scheme.
@@ -794,6 +808,8 @@ class Norm(_Affine):
                 mask=mask,
             )
 
+        if self.training:
+            _check_countable(self.num_batches_tracked)
         if self.training and scheme.momentum is None:
             y = _averaging(self, run)
         else:

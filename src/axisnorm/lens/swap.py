@@ -113,6 +113,8 @@ def swap(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Swap:
             largest, allowed = differences[path]
             if not largest <= allowed:
                 reason = f"the outputs differ by {largest:.2g}, rounding explains {allowed:.2g}"
+                if math.isnan(allowed):
+                    reason = "its output on this input holds NaN or infinity"
                 left.append(Left(path, plan.module_kind.__name__, reason))
                 continue
             changed.append(_Change.of(plan.module, plan.kind))

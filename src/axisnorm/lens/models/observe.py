@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch._ops import HigherOrderOperator
 from torch.nn.modules.module import (
@@ -22,9 +23,26 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
-    "Call", "Operator", "Operators", "copied", "observed", "paths_of", "run", "timed", "unchanged",
-    "uncompiled",
+    "Call", "Operator", "Operators", "copied", "observed", "paths_of", "random_states_kept", "run",
+    "timed", "unchanged", "uncompiled",
 ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Whatever is drawn inside from torch's, NumPy's and Python's generators is not missed after.
+
+    Each run of a model then draws the same.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    cuda = torch.cuda.is_initialized()
+    devices = list(range(torch.cuda.device_count())) if cuda else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager
@@ -36,14 +54,10 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
         for name, buffer in _own_buffers(module)
     ]
     modes = [(module, module.training) for module in model.modules()]
-    python_state = random.getstate()
-    cuda = torch.cuda.is_initialized()
-    devices = list(range(torch.cuda.device_count())) if cuda else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with random_states_kept():
             yield
     finally:
-        random.setstate(python_state)
         for module, mode in modes:
             module.training = mode
         with _mode(model), torch.no_grad():

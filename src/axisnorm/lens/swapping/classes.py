@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import re
 from collections.abc import Callable
@@ -16,7 +17,16 @@ from .inferring import Formula
 from .probing import Door
 from .settings import Settings, still_hold
 
-__all__ = ["Proof", "door_name", "forward_of", "generated", "originals", "reduced_as", "subclass"]
+__all__ = [
+    "Proof",
+    "door_name",
+    "forward_of",
+    "generated",
+    "originals",
+    "reduced_as",
+    "scriptable",
+    "subclass",
+]
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,7 @@ def subclass(kind: type[torch.nn.Module], forward: Callable[..., Any]) -> type[t
         {
             "forward": forward,
             "__reduce_ex__": reduce,
+            "__prepare_scriptable__": scriptable,
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
             "__doc__": kind.__doc__,
@@ -79,6 +90,13 @@ def reduced_as(kind: type, own: type, reduced: Any) -> Any:
         # Which pickle allows for the object's own class only.
         make = object.__new__
     return (make, tuple(kind if one is own else one for one in args), *rest)
+
+
+def scriptable(module: torch.nn.Module) -> torch.nn.Module:
+    """What torch.jit.script compiles: the module as it was, with the same tensors."""
+    twin = copy.copy(module)
+    prepare = getattr(twin, "__prepare_scriptable__", None)
+    return twin if prepare is None else prepare()
 
 
 def door_name(formula: Formula) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ... import functional, nn
-from .classes import reduced_as, subclass
+from .classes import reduced_as, scriptable, subclass
 from .probing import SEED, NotProved, calmly, fresh_copy
 from .proving import Signature
 from .settings import Settings, settings_of, still_hold
@@ -51,6 +51,8 @@ class SumLayerNorm(nn.AddLayerNorm):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduced_as(nn.LayerNorm, type(self), super().__reduce_ex__(protocol))
 
+    __prepare_scriptable__ = scriptable
+
 
 class SumRMSNorm(nn.AddRMSNorm):
     """The RMSNorm of a block that gives it the two terms of a sum, or the sum."""
@@ -71,6 +73,8 @@ class SumRMSNorm(nn.AddRMSNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduced_as(nn.RMSNorm, type(self), super().__reduce_ex__(protocol))
+
+    __prepare_scriptable__ = scriptable
 
 
 SUM_NORMS: Mapping[type, type[torch.nn.Module]] = {
