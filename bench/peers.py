@@ -38,7 +38,7 @@ from torch import Tensor
 import axisnorm
 
 RESULTS = Path(__file__).parent / "results"
-SHAPES = ((8, 768), (128, 768), (4096, 768), (8192, 1024), (16384, 4096))
+SHAPES = ((1, 768), (8, 768), (128, 768), (4096, 768), (8192, 1024), (16384, 4096))
 EPS = 1e-5
 TOLERANCE = 1e-4
 # Worker threads spin on after a call, and double the time of whoever comes next with threads of its
@@ -475,7 +475,13 @@ def main() -> int:
         console.print(f"{name}: not installed")
     info = machine()
     info["peers"] = {peer.name: peer.versions() for peer in peers}
-    table = Table("operation", "shape", "axisnorm\nus")
+    if options.out is None:
+        words = re.sub(r"\W+", "-", info["cpu"].lower()).strip("-")
+        options.out = RESULTS / f"{words}-peers.json"
+    options.out.parent.mkdir(exist_ok=True, parents=True)
+    table = Table(
+        "operation", "shape", "axisnorm\nus", caption="ratio: the peer's time / axisnorm's"
+    )
     for peer in peers:
         table.add_column(f"{peer.name}\nus (ratio)", justify="right")
     results = []
@@ -484,16 +490,14 @@ def main() -> int:
             for shape in SHAPES:
                 row = compete(op, shape, peers, options.rounds)
                 results.append(row)
+                # After each cell: a run that is stopped keeps what it has.
+                stored = {"machine": info, "results": results}
+                options.out.write_text(json.dumps(stored, indent=1) + "\n")
                 table.add_row(
                     op, "x".join(map(str, shape)), microseconds(row["axisnorm_us"]),
                     *(f"{microseconds(r['us'])} ({r['ratio']:.2f})" for r in row["peers"].values()),
                 )  # fmt: skip
     console.print(table)
-    if options.out is None:
-        words = re.sub(r"\W+", "-", info["cpu"].lower()).strip("-")
-        options.out = RESULTS / f"{words}-peers.json"
-    options.out.parent.mkdir(exist_ok=True, parents=True)
-    options.out.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
     console.print(f"written to {options.out}")
     return 0
 

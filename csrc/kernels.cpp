@@ -1010,24 +1010,27 @@ void move(const Running *running) {
   const int64_t groups = r.channels * r.averaged, outer = r.averaged / r.inner;
   for (int64_t channel = 0; channel < r.channels; channel++) {
     double mean = 0, var = 0, valid = 0, free = 0;
+    // By shares: the product of a value and a count may overflow.
+    const auto include = [](double &average, double &count, double value, double n) {
+      average = average * (count / (count + n)) + value * (n / (count + n));
+      count += n;
+    };
     for (int64_t o = 0; o < outer; o++)
       for (int64_t i = 0; i < r.inner; i++) {
         const int64_t g = (o * r.channels + channel) * r.inner + i;
         const double n = r.count ? r.count[g] : r.group_size;
         const double m = as_double(type, r.stats, g) + as_double(type, r.stats, groups + g);
-        const double v = r.group_var[g];
-        mean += n * m;
-        valid += n;
-        if (n - r.running_correction <= 0) continue;
-        var += n * (v * (n - r.correction) / (n - r.running_correction));
-        free += n;
+        if (n == 0) continue;
+        include(mean, valid, m, n);
+        const double freedom = n - r.running_correction;
+        if (freedom > 0) include(var, free, r.group_var[g] * ((n - r.correction) / freedom), n);
       }
-    const auto step = [&](int32_t dtype, void *p, double total, double by) {
+    const auto step = [&](int32_t dtype, void *p, double now) {
       const double old = as_double(dtype, p, channel);
-      put(dtype, p, channel, (1 - r.momentum) * old + r.momentum * (total / by));
+      put(dtype, p, channel, (1 - r.momentum) * old + r.momentum * now);
     };
-    if (valid > 0) step(r.mean_dtype, r.mean, mean, valid);
-    if (free > 0) step(r.var_dtype, r.var, var, free);
+    if (valid > 0) step(r.mean_dtype, r.mean, mean);
+    if (free > 0) step(r.var_dtype, r.var, var);
   }
 }
 

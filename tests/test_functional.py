@@ -383,6 +383,14 @@ def test_numpy_specials() -> None:
     y = axisnorm.layer_norm(big, 8)
     assert y.dtype == big.dtype
     np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-6)
+    for scale, dtype in ((1e-4, ">f4"), (1e-9, ">f8"), (1e300, ">f8")):
+        ordered = (x * np.float64(scale)).astype(dtype)
+        own = ordered.astype(ordered.dtype.newbyteorder("="))
+        for norm in (axisnorm.rms_norm, axisnorm.layer_norm):
+            np.testing.assert_array_equal(norm(ordered, 8), norm(own, 8))
+        out = np.empty_like(ordered)
+        assert axisnorm.rms_norm(ordered, 8, out=out) is out
+        np.testing.assert_array_equal(out, axisnorm.rms_norm(own, 8))
     unaligned = np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(4, 8)
     np.testing.assert_array_equal(axisnorm.layer_norm(unaligned, 8), wanted)
     buffer = np.concatenate([x[:1], x])
@@ -400,6 +408,40 @@ def test_numpy_specials() -> None:
         axisnorm.layer_norm(x, 8, out=read_only)
     with pytest.raises(DtypeError, match="updated in place"):
         axisnorm.batch_norm(x, [0.0] * 8, [1.0] * 8, training=True)
+
+
+@Kind
+@pytest.mark.parametrize("place", [0, 1], ids=["mean", "var"])
+def test_out_does_not_share_memory_with_moving_statistics(kind: str, place: int) -> None:
+    buffer, x = make(kind, [[1.0] * 4] * 3), make(kind, [[1.0, 2, 3, 4], [2, 2, 0, 1]])
+    running = [make(kind, [1.0] * 4), make(kind, [1.0] * 4)]
+    running[place] = buffer[1]
+    with pytest.raises(ArgumentError, match="share memory"):
+        axisnorm.batch_norm(x, *running, training=True, out=buffer[:2])
+    assert flat(buffer) == [1.0] * 12
+
+
+@Kind
+def test_out_may_share_memory_with_what_is_read(kind: str) -> None:
+    """Nothing is overwritten before it is read, whichever row is written first."""
+
+    def square() -> Any:
+        return make(kind, values((8, 8), torch.float64).tolist(), "float64")
+
+    wanted = flat(axisnorm.layer_norm(square(), 8, square()[3], square()[5]))
+    x = square()
+    assert axisnorm.layer_norm(x, 8, x[3], x[5], out=x) is x
+    near(x, wanted, 1e-14)
+    for read, written in ((slice(0, 7), slice(1, 8)), (slice(1, 8), slice(0, 7))):
+        wanted = flat(axisnorm.layer_norm(square()[read], 8))
+        x = square()
+        axisnorm.layer_norm(x[read], 8, out=x[written])
+        near(x[written], wanted, 1e-14)
+    for scheme in ("n [d]", "[n] d"):
+        wanted = flat(axisnorm.normalize(square(), scheme))
+        x = square()
+        axisnorm.normalize(x, scheme, out=x.T)
+        near(x.T, wanted, 1e-14)
 
 
 # --- Fused sums

@@ -16,6 +16,8 @@ from cases import (
     values,
 )
 from conftest import needs_short_way
+from family import FAMILY, ROW, SUM, Member
+from torch.utils.checkpoint import checkpoint
 
 import axisnorm
 from axisnorm import Scheme, _build, _route, reference
@@ -341,13 +343,124 @@ def test_a_variance_beyond_float32_moves_the_running_one() -> None:
     assert float(wide) == pytest.approx(8e59, rel=1e-6)
 
 
-def test_running_statistics_that_share_memory_with_a_saved_tensor() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_the_mean_of_very_large_values_moves_the_running_one(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean of 1e308 times a count is infinite."""
+    if not native:
+        monkeypatch.setattr(_route._build, "native", None)
+    x = (
+        torch.tensor([1e308, 0.5e308, 1.5e308], dtype=torch.float64)
+        .reshape(3, 1, 1)
+        .expand(3, 1, 2)
+    )
+    for norm in (
+        lambda t, mean, var: axisnorm.batch_norm(t, mean, var, training=True, momentum=1.0),
+        lambda t, mean, var: axisnorm.instance_norm(t, mean, var, momentum=1.0),
+    ):
+        for given in (x, x.numpy()):
+            like = torch.ones if given is x else np.ones
+            mean, var = (like(1, dtype=given.dtype) for _ in range(2))
+            norm(given, mean, var)
+            assert float(mean[0]) == pytest.approx(1e308, rel=1e-15)
+
+
+FAMILY_OF_ROWS = {
+    "layer_norm of a tuple": Member(lambda x, w, b: axisnorm.layer_norm(x, (4,), w, b), ROW),
+    "rms_norm of a tuple": Member(lambda x, w: axisnorm.rms_norm(x, (4,), w), ROW[:2]),
+    "add_layer_norm of a tuple": Member(
+        lambda x, r, w, b: axisnorm.add_layer_norm(x, r, (4,), w, b, prenorm=True), SUM
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*FAMILY, *FAMILY_OF_ROWS])
+@pytest.mark.parametrize("gradient", ["contiguous", "transposed", "expanded", "differentiable"])
+def test_saved_tensors_are_unpacked_once(name: str, gradient: str) -> None:
+    """A checkpoint refuses to unpack one again, so a backward has one try, whatever its gradients."""
+    member = {**FAMILY, **FAMILY_OF_ROWS}[name]
+    tensors = member.tensors()
+    wanted = member.outputs(*tensors)
+    outputs = checkpoint(member.outputs, *tensors, use_reentrant=False)
+    grads = []
+    for y in wanted:
+        grad = values(y.shape, y.dtype, 7)
+        if gradient == "transposed":
+            grad = grad.transpose(0, -1).contiguous().transpose(0, -1)
+        if gradient == "expanded":
+            grad = torch.ones((), dtype=y.dtype).expand(y.shape)
+        grads.append(grad)
+    create = gradient == "differentiable"
+    found = torch.autograd.grad(outputs, tensors, grads, create_graph=create)
+    for a, b in zip(found, torch.autograd.grad(wanted, tensors, grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_running_statistics_that_share_memory_with_a_saved_tensor(masked: bool) -> None:
     x = values((8, 4)).requires_grad_()
     var = torch.full((4,), 5.0)
     weight = var.detach().requires_grad_()
-    y = axisnorm.batch_norm(x, torch.zeros(4), var, weight, None, True, 1.0)
+    mask = torch.ones(8, 1, dtype=torch.bool) if masked else None
+    y = axisnorm.batch_norm(x, torch.zeros(4), var, weight, None, True, 1.0, mask=mask)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.square().sum().backward()
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_running_statistics_may_move_before_backward(masked: bool) -> None:
+    x, weight = values((8, 4)).requires_grad_(), values((4,), seed=1).requires_grad_()
+    mask = torch.ones(8, 1, dtype=torch.bool) if masked else None
+    found = []
+    for moved in (False, True):
+        mean, var = values((4,), seed=2), torch.full((4,), 5.0)
+        y = axisnorm.batch_norm(x, mean, var, weight, mask=mask)
+        if moved:
+            axisnorm.batch_norm(x.detach(), mean, var, training=True)
+        found.append(torch.autograd.grad(y.square().sum(), (x, weight)))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_was_saved_of_out_is_gone() -> None:
+    for scheme in ("n [d]", "[n] d", "n [d]; eps_placement=std"):
+        x, out = values((8, 4)), torch.zeros(8, 4)
+        scale = torch.ones(8, 4, requires_grad=True)
+        product = (scale * out).sum()
+        axisnorm.normalize(x, scheme, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("shape", [(3, 2, 40), (5, 2)], ids=["lines", "lanes"])
+@pytest.mark.parametrize(
+    "x,mean,var", [(3e38, -3e38, 1e38), (1e30, 0.0, 1e80), (1e-38, 0.0, 1e-90)]
+)
+def test_running_statistics_beyond_float32(
+    x: float, mean: float, var: float, shape: tuple[int, ...], masked: bool
+) -> None:
+    """x - mean, or one over the deviation, overflows or is denormal, and y is not."""
+    scheme = Scheme("[n] c [...]; affine=c; statistics=running; eps=0")
+    given = torch.full(shape, x).requires_grad_()
+    weight = torch.full((2,), 1e-6 if var < 1e-45 else 1.0, dtype=torch.float64).requires_grad_()
+    running = {
+        "running_mean": torch.full((2,), mean, dtype=torch.float64),
+        "running_var": torch.full((2,), var, dtype=torch.float64),
+    }
+    mask = torch.ones(shape, dtype=torch.bool) if masked else None
+    y = axisnorm.normalize(given, scheme, weight, mask=mask, **running)
+    args = given.detach().double(), scheme, weight.detach()
+    assert_close(y.detach(), reference.forward(*args, mask=mask, **running)[0])
+    size = 1e30 if var > 1e45 else 1e-30 if var < 1e-45 else 1.0
+    grad = values(shape, seed=3) * size
+    found = torch.autograd.grad(y, (given, weight), grad)
+    exact = reference.backward(grad.double(), *args, mask=mask, **running)
+    for a, b in zip(found, exact, strict=False):
+        assert b is not None
+        assert_gradient_close(a, b, given.numel(), float(b.abs().max()))
 
 
 @needs_short_way

@@ -123,8 +123,6 @@ class _Measured:
 
 
 def _is_native(inputs: Inputs, sizes: Sizes) -> bool:
-    if not inputs.x.dtype.isnative:
-        return False
     return _route.route(sizes, inputs.x.dtype.name, _is_affine(inputs)).engine == "native"
 
 
@@ -155,7 +153,8 @@ def _run(inputs: Inputs, sizes: Sizes, y: Array | None, measured: _Measured | No
     if mask is not None:
         mask = np.broadcast_to(mask.view(np.uint8), x.shape)
     if not _is_regular(x) or (target is not None and not _is_regular(target)):
-        x, target = np.array(x, order="C"), None if target is None else np.empty(x.shape, x.dtype)
+        x = np.array(x, x.dtype.newbyteorder("="), order="C")
+        target = None if target is None else np.empty_like(x)
 
     def refused() -> str | None:
         return _native.forward(
@@ -175,7 +174,7 @@ def _run(inputs: Inputs, sizes: Sizes, y: Array | None, measured: _Measured | No
     if refused() is not None:
         # The axes are interleaved: everything in one order.
         x = np.array(x, order="C")
-        target = None if target is None else np.empty(x.shape, x.dtype)
+        target = None if target is None else np.empty_like(x)
         mask = None if mask is None else np.array(mask, order="C")
         again = refused()
         assert again is None, again
@@ -184,8 +183,9 @@ def _run(inputs: Inputs, sizes: Sizes, y: Array | None, measured: _Measured | No
 
 
 def _is_regular(array: Array) -> bool:
-    """Whether the elements are aligned and whole elements apart."""
-    return array.flags.aligned and not any(step % array.itemsize for step in array.strides)
+    """Whether the elements are numbers of this machine, aligned and whole elements apart."""
+    whole = not any(step % array.itemsize for step in array.strides)
+    return array.dtype.isnative and array.flags.aligned and whole
 
 
 def _given(array: Array | None) -> tuple[int, tuple[int, ...]]:
@@ -252,7 +252,8 @@ def add_normalize(
     """
     meaning = as_scheme(scheme)
     inputs, sizes = _checked(Inputs(x, weight, bias), meaning)
-    fused = residual.dtype == x.dtype and not isinstance(residual, np.ma.MaskedArray)
+    plain = inputs.x.dtype.isnative and not isinstance(residual, np.ma.MaskedArray)
+    fused = plain and residual.dtype == x.dtype
     if not fused or not _is_native(inputs, sizes):
         h = residual + x
         return normalize(inputs._replace(x=h), meaning), h

@@ -472,7 +472,7 @@ def add_layer_norm(
         dropout_p: the probability that an element of x is dropped, in training.
         training: whether dropout acts.
         prenorm: return (y, h).
-        mask: see :func:`normalize`.
+        mask: see :func:`normalize`. With one, dropout (torch's own), sum and norm are three steps.
 
     Raises:
         ArgumentError: the shapes differ, or do not end in normalized_shape. No random number has
@@ -532,7 +532,7 @@ def add_rms_norm(
         dropout_p: the probability that an element of x is dropped, in training.
         training: whether dropout acts.
         prenorm: return (y, h).
-        mask: see :func:`normalize`.
+        mask: see :func:`normalize`. With one, dropout (torch's own), sum and norm are three steps.
 
     Raises:
         ArgumentError: as :func:`add_layer_norm`.

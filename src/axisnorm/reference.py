@@ -151,26 +151,23 @@ def updated_running(
     def grouped(values: Array) -> Array:
         return values.reshape(sizes.statistics_expanded)
 
-    def channels(values: Array) -> Array:
-        return _sum(values, averaged).reshape(sizes.running_shape)
-
     count = grouped(found.count)
     free = count - scheme.running_correction
     enough = free > 0
     rescaled = grouped(found.var)
     if scheme.scale != "l2":  # which has no divisor
-        rescaled = rescaled * (count - scheme.correction) / xp.where(enough, free, 1.0)
+        rescaled = rescaled * ((count - scheme.correction) / xp.where(enough, free, 1.0))
     results = []
     for old, new, weight in (
         (running_mean, grouped(found.mean), count),
         (running_var, rescaled, xp.where(enough, count, 0.0)),
     ):
-        total = channels(weight)
-        average = channels(new * weight) / xp.where(total > 0, total, 1.0)
-        wide = _cast(old, average.dtype)
-        results.append(
-            _cast(xp.where(total > 0, (1 - momentum) * wide + momentum * average, wide), old.dtype)
-        )
+        total = _sum(weight, averaged)
+        # By shares: the product of a value and a count may overflow.
+        average = _sum(new * (weight / xp.where(total > 0, total, 1.0)), averaged)
+        wide = _cast(old, average.dtype).reshape(average.shape)
+        moved = xp.where(total > 0, (1 - momentum) * wide + momentum * average, wide)
+        results.append(_cast(moved.reshape(sizes.running_shape), old.dtype))
     return results[0], results[1]
 
 
@@ -182,7 +179,7 @@ def resolve_eps(scheme: Scheme, dtype: Any) -> float:
     """
     if scheme.eps is not None:
         return scheme.eps
-    name = str(dtype).removeprefix("torch.")
+    name = _name(dtype)
     return float(np.finfo(name if name in ("float64", "longdouble", "float128") else "float32").eps)
 
 
@@ -353,7 +350,7 @@ class _Work:
         Narrower types cannot do either in float64. An even power of two, so that it and its root
         are exact; no larger than eps allows, and neither the input times it may overflow.
         """
-        if not str(self.dtype).endswith("float64") or 0 in self.expanded:
+        if _name(self.dtype) != "float64" or 0 in self.expanded:
             return 1.0
         xp = self.xp
         x = x.detach() if xp is not np else x
@@ -472,6 +469,11 @@ def _sum(values: Array, dimensions: tuple[int, ...]) -> Array:
 
 def _namespace(x: Array) -> Any:
     return np if isinstance(x, np.ndarray) else sys.modules["torch"]
+
+
+def _name(dtype: Any) -> str:
+    """The type's name without its byte order."""
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def _compute_type(x: Array) -> Any:
