@@ -364,8 +364,12 @@ int64_t lay_out_sums(const Nest &nest, Task &task) {
   return ceil_div(nest.units, task.chunk) * bytes;
 }
 
+// Whether each chunk of units adds to sums of its own.
+bool has_chunk_sums(const Nest &nest, const Task &task) {
+  return task.sums && (nest.lanes != nest.per_element || nest.mixed);
+}
 void zero_chunk(const Nest &nest, const Task &task, int64_t chunk) {
-  if (!task.sums || (nest.lanes == nest.per_element && !nest.mixed)) return;
+  if (!has_chunk_sums(nest, task)) return;
   const int64_t bytes = 2 * task.pitch * 8;
   memset((char *)task.sums + chunk * bytes, 0, (size_t)bytes);
 }
@@ -382,6 +386,12 @@ bool parts_share_sums(const Nest &nest, const Task &task) {
 template <class Body> void share(int64_t part, int64_t parts, int64_t items, const Body &body) {
   const int64_t end = items * (part + 1) / parts;
   for (int64_t i = items * part / parts; i < end; i++) body(i);
+}
+// Backwards: what this thread has read last is still in its cache.
+template <class Body>
+void share_back(int64_t part, int64_t parts, int64_t items, const Body &body) {
+  const int64_t begin = items * part / parts;
+  for (int64_t i = items * (part + 1) / parts; i-- > begin;) body(i);
 }
 
 // All units, each by one thread, or if they are few their parts one step after the other. The results
@@ -407,10 +417,13 @@ void run(const Plan &plan, Task &task, int64_t slot_bytes, const Units &units,
       return end < nest.units ? end : nest.units;
     };
     if (whole) {
-      share(part, parts, chunks, [&](int64_t chunk) {
+      // As many units as possible in one go: they are measured together and fetched ahead.
+      const int64_t begin = chunks * part / parts, end = chunks * (part + 1) / parts;
+      const int64_t at_once = has_chunk_sums(nest, task) ? 1 : end - begin;
+      for (int64_t chunk = begin; chunk < end; chunk += at_once) {
         zero_chunk(nest, task, chunk);
-        units(chunk * task.chunk, unit_end(chunk), base + part * slot_bytes);
-      });
+        units(chunk * task.chunk, unit_end(chunk + at_once - 1), base + part * slot_bytes);
+      }
     } else {
       const auto wait = [&] { if (parts > 1) openmp().barrier(); };
       const auto single = [&](int which) {
@@ -433,10 +446,12 @@ void run(const Plan &plan, Task &task, int64_t slot_bytes, const Units &units,
         wait();
       };
       const auto many = [&](int which, int64_t of) {
-        share(part, parts, chunks * of, [&](int64_t item) {
+        const auto one = [&](int64_t item) {
           const int64_t chunk = item / of;
           for (int64_t u = chunk * task.chunk; u < unit_end(chunk); u++) step(which, u, item % of);
-        });
+        };
+        if (which == APPLY) share_back(part, parts, chunks * of, one);
+        else share(part, parts, chunks * of, one);
         wait();
       };
       single(START);

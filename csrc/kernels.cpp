@@ -140,32 +140,35 @@ INLINE Settled<Scalar<T>> settle(double eps, Scalar<T> hi, Sums a, double n, dou
 // whose sums are no better than its result, beyond half of that. A second pass is enough: the 64
 // elements of the guess belong to the row, so it is never off by more than sqrt(n / 64) deviations.
 template <class T, bool Center, int R>
-INLINE Moments<T, R> moments(const Job &job, int64_t r) {
-  const int64_t n = job.n;
+INLINE Moments<T, R> moments(const T *const x[R], int64_t n, double eps, double divisor) {
   Moments<T, R> m;
   Sums a[R];
 #pragma GCC unroll 1
   for (int k = 0; k < R; k++) {
-    const T *x = (const T *)job.x + (r + k) * job.x_stride;
-    m.hi[k] = Center ? guess_mean(x, n) : 0;
-    a[k] = sums<T, Center>(x, n, m.hi[k]);
+    m.hi[k] = Center ? guess_mean(x[k], n) : 0;
+    a[k] = sums<T, Center>(x[k], n, m.hi[k]);
     // (s / n)^2 <= variance (or a quarter of it), also false for a NaN
     constexpr double factor = same<Scalar<T>, double> ? 5 : 2;
     if (Center && __builtin_expect(!(factor * a[k].s * a[k].s <= (double)n * a[k].q), 0)) {
       m.hi[k] += (Scalar<T>)(a[k].s / (double)n);
-      a[k] = sums<T, Center>(x, n, m.hi[k]);
+      a[k] = sums<T, Center>(x[k], n, m.hi[k]);
     }
   }
   m.redo = false;
   // All rows at once: the latencies of the root and of the divisions overlap.
   for (int k = 0; k < R; k++) {
-    const Settled<Scalar<T>> found = settle<T, Center>(job.eps, m.hi[k], a[k], (double)n, job.divisor);
+    const Settled<Scalar<T>> found = settle<T, Center>(eps, m.hi[k], a[k], (double)n, divisor);
     m.lo[k] = found.lo;
     m.rstd[k] = found.rstd;
     m.var[k] = found.var;
     m.redo |= found.redo;
   }
   return m;
+}
+template <class T, bool Center, int R> INLINE Moments<T, R> moments(const Job &job, int64_t r) {
+  const T *x[R];
+  for (int k = 0; k < R; k++) x[k] = (const T *)job.x + (r + k) * job.x_stride;
+  return moments<T, Center, R>(x, job.n, job.eps, job.divisor);
 }
 
 // The constants of a row, broadcast.
@@ -649,7 +652,7 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
     for (int64_t p = 0; p < parts && !task.running_mean; p++) of.sum(at, u, p);
   };
   while (unit < end) {
-    const int count = end - unit < Of::TOGETHER ? (int)(end - unit) : Of::TOGETHER;
+    const int count = (int)smaller(of.together(), end - unit);
     Place at[Of::TOGETHER];
     typename Of::Unit *u[Of::TOGETHER];
     for (int k = 0; k < count; k++) {
@@ -657,13 +660,18 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
       u[k] = &of.unit_in((char *)slots + k * of.slot(), unit + k);
       if (fetches && unit + k + count < end)
         u[k]->ahead = of.place(unit + k + count).at[X] - at[k].at[X];
-      of.start(at[k], *u[k]);
-      measure(at[k], *u[k]);
     }
-    for (int k = 0; k < count && !task.running_mean; k++)
-      while (of.finish(at[k], *u[k]) == 1) measure(at[k], *u[k]);
+    if (count < Of::TOGETHER || !of.measure_together(at, u)) {
+      for (int k = 0; k < count; k++) {
+        of.start(at[k], *u[k]);
+        measure(at[k], *u[k]);
+      }
+      for (int k = 0; k < count && !task.running_mean; k++)
+        while (of.finish(at[k], *u[k]) == 1) measure(at[k], *u[k]);
+    }
     for (int k = 0; k < count; k++) {
-      for (int64_t p = 0; p < task.nest->applied.parts; p++) of.apply(at[k], *u[k], p);
+      // Backwards: what was read last is near.
+      for (int64_t p = task.nest->applied.parts; p-- > 0;) of.apply(at[k], *u[k], p);
       if (u[k]->repair) of.repair(at[k], *u[k]);
     }
     unit += count;
@@ -675,7 +683,7 @@ template <class Of> void backward_all(const Task &task, int64_t unit, int64_t en
   // x and the gradient have the same strides in most cases; where not, nothing is lost.
   const bool fetches = !task.running_mean && of.fetches();
   while (unit < end) {
-    const int count = end - unit < Of::TOGETHER ? (int)(end - unit) : Of::TOGETHER;
+    const int count = (int)smaller(of.together(), end - unit);
     Place at[Of::TOGETHER];
     typename Of::Unit *u[Of::TOGETHER];
     for (int k = 0; k < count; k++) {
@@ -689,7 +697,7 @@ template <class Of> void backward_all(const Task &task, int64_t unit, int64_t en
     }
     for (int k = 0; k < count; k++) of.finish_backward(at[k], *u[k], unit + k);
     for (int k = 0; k < count; k++) {
-      for (int64_t p = 0; p < parts; p++) of.apply_backward(at[k], *u[k], p);
+      for (int64_t p = parts; p-- > 0;) of.apply_backward(at[k], *u[k], p);
       if (u[k]->repair) of.repair_backward(at[k], *u[k]);
     }
     unit += count;
@@ -771,7 +779,9 @@ void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
     for (int64_t c = 0; c * task.chunk < nest.units; c++)
       for (int i = 0; i < 2; i++) {
         const double *sums = (const double *)task.sums + (2 * c + i) * task.pitch + a * width;
-        for (int64_t j = 0; j < width; j++) total[i] += sums[j];
+        vd wide = {};
+        for (int64_t j = 0; width > 1 && j < width; j += lanes<double>) wide += load(sums + j);
+        total[i] += width > 1 ? sum(wide) : *sums;
       }
   }
   *by_xhat = total[0];

@@ -100,7 +100,8 @@ template <class T> struct OfLanes {
     u.lanes = smaller(nest.tile, nest.width - unit % nest.tiles * nest.tile);
     return u;
   }
-  bool fetches() const { return leaves_room<T>(nest.tile * nest.applied.count); }
+  static int together() { return TOGETHER; }
+  bool fetches() const { return fetches_ahead<T>(nest, nest.tile * nest.applied.count); }
   int64_t slot() const { return lane_slot(nest); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }
@@ -378,6 +379,8 @@ template <class T> struct OfLanes {
     return unsafe ? 2 : 0;
   }
 
+  static bool measure_together(const Place *, Unit *const *) { return false; }
+
   void apply(const Place &at, const Unit &u, int64_t part) const {
     if (!job.y) return;
     if (nest.per_element) apply_to<true>(at, u, part);
@@ -529,21 +532,38 @@ template <class T> struct OfLanes {
     double *const for_bias = for_weight + (for_weight ? task.pitch : 0);
     if (task.mask) sum_masked_backward(at, u, part, for_weight, for_bias);
     else if (nest.mixed) sum_mixed(at, u, part, for_weight, for_bias);
-    else if (nest.per_element) sum_gradients<true>(at, u, part, s1, s2, s3, nullptr, nullptr);
-    else sum_gradients<false>(at, u, part, s1, s2, s3, for_weight, for_bias);
+    else if (at_once() && job.dx)
+      sum_gradients<true, true>(at, u, part, s1, s2, s3, nullptr, nullptr);
+    else if (nest.per_element)
+      sum_gradients<true, false>(at, u, part, s1, s2, s3, nullptr, nullptr);
+    else sum_gradients<false, false>(at, u, part, s1, s2, s3, for_weight, for_bias);
   }
-  template <bool PerElement>
+  // AtOnce: dx, which does not depend on the sums, is written along with them.
+  template <bool PerElement, bool AtOnce>
   NOINLINE void sum_gradients(const Place &at, const Unit &u, int64_t part, double *s1, double *s2,
                               double *s3, double *for_weight, double *for_bias) const {
-    const Standardize<T, true> standardized(u.constants());
-    T *const dx = at_once() ? (T *)job.dx : nullptr;
+    // With weights of their own a few lanes have all their constants in registers; else many lanes
+    // share the sums of a step.
+    constexpr int MANY = PerElement ? FEW : AT_ONCE;
     each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
-      each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
-                                 __attribute__((always_inline)) {
+      each_block<W, MANY>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
+                                       __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value;
         constexpr bool Third = can_round<T> && PerElement;
         V a1[B] = {}, a2[B] = {}, a3[B] = {};
+        V first[B], hi[B], shift[B], rstd[B], factor[B];
+        // Beyond the last lane there are zeros: the sums of a step run over whole vectors.
+        const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
+          return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
+        };
+        for (int j = 0; j < B; j++) {
+          first[j] = read(u.first, j);
+          hi[j] = read(u.hi, j);
+          shift[j] = read(u.shift, j);
+          rstd[j] = read(u.rstd, j);
+          if (AtOnce) factor[j] = read(weight + places->at[AFFINE], j);
+        }
         for (int64_t step = 0; step < steps; step++) {
           const Place &p = places[step];
           const T *v = x(p) + lane, *g = grad(p) + lane;
@@ -551,20 +571,19 @@ template <class T> struct OfLanes {
           V by_weight = {}, by_bias = {};
 #pragma GCC unroll 8
           for (int j = 0; j < B; j++) {
-            const int64_t i = lane + j * W, rest = Partial && j == B - 1 ? tail : 0;
-            const V gj = rest ? load(g + j * W, rest) : load(g + j * W);
-            V vj = standardized(rest ? load(v + j * W, rest) : load(v + j * W), i, rest);
+            const bool last = Partial && j == B - 1;
+            const V gj = last ? load(g + j * W, tail) : load(g + j * W);
+            V vj = fma((last ? load(v + j * W, tail) : load(v + j * W)) - hi[j], rstd[j], shift[j]);
             const V gw = PerElement ? gj : gj * w;
-            a1[j] += gw - load(u.first + i);
+            a1[j] += gw - first[j];
             a2[j] = fma(vj, gw, a2[j]);
             if (can_round<T> && rounded) vj = round_as<T>(vj);
             if (Third && rounded) a3[j] = fma(vj, gj, a3[j]);
-            if (PerElement && dx) {
-              const V own = Parameter<true, C>(weight + p.at[AFFINE])(i, rest);
-              const V derivative = gj * own * standardized.rstd(i, rest);
-              T *place = dx + p.at[DX] + i;
-              if (rest) store(place, derivative, rest);
-              else store(place, derivative);
+            if (AtOnce) {
+              const V derivative = gj * factor[j] * rstd[j];
+              T *dx = (T *)job.dx + p.at[DX] + lane + j * W;
+              if (last) store(dx, derivative, tail);
+              else store(dx, derivative);
             }
             if (!PerElement) {
               by_weight = j ? fma(vj, gj, by_weight) : vj * gj;

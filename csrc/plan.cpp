@@ -183,8 +183,15 @@ Plan make_plan(const Problem &problem) {
     int64_t steps = 1;
     for (const Dimension *d = dims; d < outer_end; d++)
       if (d->reduced) steps *= d->loop.size;
-    const int64_t tile = std::clamp(TILE / steps / 64 * 64, FEWEST, MOST);
-    nest.tile = nest.fold > 1 ? nest.width : std::min(tile, nest.width);
+    // Steps that follow each other in memory are read without a gap if a tile takes the whole width,
+    // which gains more than staying in the L2 cache: a third of BatchNorm in channels_last.
+    const bool dense = nest.width <= MOST && outer_end > dims && outer_end[-1].reduced &&
+                       outer_end[-1].loop.step[X] == nest.width;
+    const int64_t most = nest.fold > 1 || dense ? nest.width
+                                                : std::clamp(TILE / steps / 64 * 64, FEWEST, MOST);
+    nest.tiles = (nest.width + most - 1) / most;
+    const int64_t even = (nest.width + nest.tiles - 1) / nest.tiles;
+    nest.tile = nest.tiles > 1 ? (even + 63) / 64 * 64 : nest.width;
     nest.tiles = (nest.width + nest.tile - 1) / nest.tile;
     if (expand) {
       // One element a lane: dimensions without a weight are gathered with step 0.
