@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,9 @@ LARGEST, SMALL_OUTPUT = 2.0**200, 2.0**-100
 """Inputs beyond these, or below their inverse, are searched in another unit: the products of
 squares that a search takes would leave the range of double."""
 
+SLOPPY = 8.0
+"""So much further off is an output that was computed without care for rounding."""
+
 INSPECTED = 1 << 15
 """So many values tell the type that all of them fit in."""
 
@@ -86,6 +90,26 @@ class Noise:
     offset: float = 0.0
     """How many roundings of the mean square reach the variance, where it is computed as the mean
     square minus the squared mean: the factor loses digits with the square of mean / deviation."""
+
+    def careless(self) -> list[Noise]:
+        """The same, with arithmetic that loses digits or in a narrower type, the worst last."""
+        single = UNITS["float32"]
+        if self.twice_rounded:
+            return [replace(self, unit=4 * self.unit, compute=self.unit / 4, twice_rounded=False)]
+        own = replace(self, slack=SLOPPY, offset=SLOPPY)
+        narrow = replace(own, unit=single, compute=single)
+        return [own, narrow] if self.compute < single else [own]
+
+    @property
+    def worst(self) -> Noise:
+        """The most that is believed of rounding before an output is said to be something else."""
+        believed = self.slack > 1 or self.compute > UNITS["float32"]
+        return self if believed else self.careless()[-1]
+
+    @property
+    def summed(self) -> Noise:
+        """The same, but the worst for a computation in double: sums are not exact enough then."""
+        return self if self.compute >= UNITS["float32"] else self.worst
 
     def relative(self, group_size: int) -> float:
         """What is allowed for one unit of output: sums of n add log2(n) / 2 roundings to r."""
@@ -264,6 +288,11 @@ class Statistics:
     """How many elements each group has."""
     running: bool = False
 
+    @cached_property
+    def largest(self) -> tuple[float, float]:
+        """The largest magnitude of a mean, and the largest root mean square."""
+        return float(np.abs(self.mean).max()), math.sqrt(float(self.meansquare.max()))
+
     def base(self, formula: Formula) -> Floats:
         """V^h: what eps is added to."""
         h, _ = formula.exponents
@@ -373,7 +402,7 @@ class Sums:
 
     def __init__(self, table: Floats) -> None:
         self.whole: dict[tuple[int, ...], Floats] = {(): table}
-        self.split: dict[Any, tuple[Floats, int]] = {}
+        self.split: dict[Any, dict[int, Floats]] = {}
 
     def over(self, axes: tuple[int, ...]) -> Floats:
         """The sums over whole axes, kept as axes of size 1."""
@@ -393,14 +422,12 @@ class Sums:
             return self.over(axes)
         axis = sharing.split
         (outer, outer_shared), (inner, _) = sharing.axes[axis]
-        key = (axes, axis, outer_shared, thin)
         shared = outer if outer_shared else inner
-        made = {k[-1]: table for k, (table, _) in self.split.items() if k[:-1] == key}
+        made = self.split.setdefault((axes, axis, outer_shared, thin), {})
         done = max((size for size in made if shared % size == 0), default=0)
         if not done:
             done = 1
             made[1] = self._thinned(axes, axis) if thin else self.over(axes)
-            self.split[(*key, 1)] = made[1], 1
         base, left = made[done], shared // done
         before, after = base.shape[: axis + 1], base.shape[axis + 2 :]
         rest = base.shape[axis + 1] // left
@@ -410,7 +437,7 @@ class Sums:
             table = base.reshape(*before, left, rest, *after).sum(axis + 1)
         else:
             table = base.reshape(*before, rest, left, *after).sum(axis + 2)
-        self.split[(*key, shared)] = table, shared
+        made[shared] = table
         return table
 
     def _thinned(self, axes: tuple[int, ...], axis: int) -> Floats:

@@ -30,6 +30,10 @@ __all__ = [
 ]
 
 
+FEW_ELEMENTS = 16
+"""Where a weight has no more elements its own error counts at each of them."""
+
+
 @dataclass(frozen=True, eq=False)
 class Given:
     """The parameters and running statistics that came with the data."""
@@ -317,7 +321,11 @@ def confirm(
     difference = np.abs(y - predicted)
     allowed = np.broadcast_to(allowed * formula.sensitivity, difference.shape)
     valid = None if pair.mask is None else part(pair.mask)
-    reach = allowed if line is None else allowed + line.reach(allowed, valid)
+    reach = allowed
+    if line is not None:
+        # Of many elements a weight's errors mostly cancel: then careless arithmetic still shows.
+        few = valid is not None or float(line.count.max()) <= FEW_ELEMENTS
+        reach = allowed + (line.reach(allowed, valid) if few else allowed)
     if valid is not None:
         difference, allowed, reach = difference[valid], allowed[valid], reach[valid]
     with np.errstate(all="ignore"):

@@ -23,6 +23,7 @@ from .hypotheses import (
     roundest,
 )
 from .least_squares import Line, line
+from .refuting import Lines, refuted_for_every_eps
 from .sampling import (
     COLUMNS,
     ROWS,
@@ -36,13 +37,19 @@ from .sampling import (
     varying,
 )
 
-__all__ = ["with_fitted_weights"]
+__all__ = ["CARELESS", "with_fitted_weights"]
 
 REFINED = 4
 """So many sets of axes with as many weights are looked at closely where weights are fitted."""
 
 NEAR = 30.0
 """How much worse than the best a set of axes may be on a sample before eps is fitted."""
+
+SUSPECTS = (4, 256), (4, 4096)
+"""Of so many weights so many elements are searched for some of nearly one variance."""
+
+CARELESS = "careless"
+"""Of what is kept for a pair: something fits perhaps with the worst rounding believed."""
 
 SCREENED_EPS = (1e-12, 1e-6, 1e-5, 1e-3)
 """Values of eps that stand for all where weights are fitted to a sample."""
@@ -85,7 +92,7 @@ def with_fitted_weights(
     found: list[Fit] = []
     given_statistics = list(running_statistics(pair, given))
     for stage in stages:
-        found += fitter.fits(itertools.chain(given_statistics, rough_statistics(pair, stage)))
+        found += fitter.fits([*given_statistics, *stage])
         given_statistics = []
         if any(fit.fits for fit in found):
             break
@@ -129,12 +136,13 @@ class _Fitter:
         self.bias = bias
         self.y = pair.y if bias is None else pair.y - bias
         self.slope = float(self.y.std()) / max(float(pair.x.std()), 1e-300)
+        self.lines = Lines.of(pair)
         self.random = np.random.default_rng(0)
         self.samples: dict[Any, Sample] = {}
 
-    def fits(self, sources: Iterable[Statistics]) -> list[Fit]:
+    def fits(self, sources: Iterable[Sharing | Statistics]) -> list[Fit]:
         """The fits of fewest numbers, sought in the order of their numbers."""
-        leads = [lead for statistics in sources for lead in self.leads(statistics)]
+        leads = [lead for source in sources for lead in self.leads(source)]
         leads = [lead for lead in leads if lead.numbers < self.limit]
         near: list[_Lead] = []
         for free in (False, True):
@@ -164,20 +172,34 @@ class _Fitter:
             found = [d for d in found if set(d) <= own or set(d) in axes]
         return found
 
-    def leads(self, statistics: Statistics) -> Iterator[_Lead]:
-        sharing = statistics.sharing
-        kept = [i for i in varying(statistics) if sharing.expanded[i] > 1]
+    def leads(self, source: Sharing | Statistics) -> Iterator[_Lead]:
+        statistics = source if isinstance(source, Statistics) else None
+        sharing = source.sharing if isinstance(source, Statistics) else source
+        told = sharing.kept if statistics is None else varying(statistics)
+        kept = [i for i in told if sharing.expanded[i] > 1]
         for dimensions in self.choices(sharing):
             each = self.pair.x.size // max(number_of(sharing, dimensions), 1)
             # Where each weight meets one group alone, weight and bias take up anything.
             free = set(kept) <= set(dimensions)
             if each < 2 or number_of(sharing, dimensions) >= self.limit:
                 continue
+            fixed = (*kept, *dimensions)
+            if self.without_line(sharing, fixed):
+                continue
+            if statistics is None:
+                (statistics,) = rough_statistics(self.pair, [sharing])
+            if self.without_line(sharing, fixed, statistics):
+                continue
+            refuted = self.refuted(statistics, dimensions)
+            if all(map(all, refuted)):
+                continue
             sample = self.sample(sharing, dimensions)
             group = groups(statistics, sample, dimensions)
             meansquare = statistics.meansquare.ravel()[group]
             var = statistics.var.ravel()[group]
-            for center in (True, False):
+            for center, (no_weight, no_bias) in zip((True, False), refuted, strict=True):
+                if no_weight and no_bias:
+                    continue
                 d = sample.x - statistics.mean.ravel()[group] if center else sample.x
                 if sample.known is not None:
                     d = d * sample.known
@@ -195,6 +217,8 @@ class _Fitter:
                 lefts = sample.left(d, factors)
                 numbers = number_of(sharing, dimensions)
                 for with_bias in (0, 1):
+                    if no_bias if with_bias else no_weight:
+                        continue
                     if with_bias and (self.bias is not None or free or each <= 2):
                         continue
                     if not with_bias and (self.weight is not None or (free and not center)):
@@ -225,6 +249,54 @@ class _Fitter:
                             statistics,
                         )
 
+    def without_line(
+        self, sharing: Sharing, fixed: Sequence[int], statistics: Statistics | None = None
+    ) -> bool:
+        """Whether elements of one group and one weight are on no line."""
+        noise, worst = self.pair.noise.summed, self.pair.noise.worst
+        if not self.lines.refute(sharing, fixed, noise, statistics):
+            return False
+        if statistics is None:
+            # Too much may be allowed: then the next look decides.
+            return self.lines.refute(sharing, fixed, worst)
+        known = self.pair.cache.get(CARELESS)
+        if not known and not self.lines.refute(sharing, fixed, worst, statistics):
+            self.pair.cache[CARELESS] = True
+        return True
+
+    def refuted(
+        self, statistics: Statistics, dimensions: tuple[int, ...]
+    ) -> list[tuple[bool, bool]]:
+        """Whether no formula can fit: with and without the mean, each without and with a bias."""
+        n, noise = summed(statistics), self.pair.noise.summed
+        for most in SUSPECTS:
+            sample = self.sample(statistics.sharing, dimensions, most)
+            group = groups(statistics, sample, dimensions)
+            mean, var, meansquare = (
+                v.ravel()[group] for v in (statistics.mean, statistics.var, statistics.meansquare)
+            )
+            known = 1.0 if sample.known is None else sample.known
+            plain, about = sample.x * known, math.sqrt(float(meansquare.max()))
+            # With the mean, without, and the uncentred value over the centred deviation.
+            d = np.stack([(sample.x - mean) * known, plain, plain])
+            variance = np.stack([var, var if statistics.running else meansquare, var])
+            exact, worst = refuted_for_every_eps(
+                (noise, noise.worst),
+                d,
+                sample.y,
+                sample.valid,
+                variance,
+                n,
+                np.array([about, 0.0, 0.0]),
+                float(np.max(np.abs(known))),
+            )
+            found = [(bool(own[0]), bool(own[1:].all())) for own in exact]
+            if all(map(all, found)) or sample.x.shape[1] < most[1]:
+                break
+        if (exact & ~worst).any():
+            self.pair.cache[CARELESS] = True
+        return list(zip(*found, strict=True))
+
     def _at(self, values: Floats, flat: NDArray[np.int64]) -> Floats:
         return np.broadcast_to(values, self.pair.shape).reshape(-1)[flat]
 
@@ -235,18 +307,24 @@ class _Fitter:
         outputs = noise.relative(n) ** 2 * float(sample.sums[1].sum())
         return max(outputs + sample.y.size * noise.bound(n, 0.0, slope, about) ** 2, 1e-300)
 
-    def sample(self, sharing: Sharing, dimensions: tuple[int, ...]) -> Sample:
+    def sample(
+        self,
+        sharing: Sharing,
+        dimensions: tuple[int, ...],
+        most: tuple[int, int] = (ROWS, COLUMNS),
+    ) -> Sample:
         # Along whole axes the sample does not depend on how others are split.
         shape = sharing.expanded
         axes = tuple(a for a in range(len(sharing.axes))
                      if set(sharing.dimensions(a)) <= set(dimensions))  # fmt: skip
         covered = {i for a in axes for i in sharing.dimensions(a)}
         key: Any = axes if covered == set(dimensions) else (sharing.axes, dimensions)
+        key = key, most
         found = self.samples.get(key)
         if found is None:
             others = tuple(i for i in range(len(shape)) if i not in dimensions)
-            rows = some(math.prod(shape[i] for i in dimensions), ROWS, self.random)
-            columns = some(math.prod(shape[i] for i in others), COLUMNS, self.random)
+            rows = some(math.prod(shape[i] for i in dimensions), most[0], self.random)
+            columns = some(math.prod(shape[i] for i in others), most[1], self.random)
             found = self.samples[key] = self.picked(shape, dimensions, rows, columns)
         return found
 
@@ -436,6 +514,9 @@ class _Trial:
         best, fitted = (usual[0], False) if usual else (self.nearest(), True)
         if not self.passes(best) or (fitted and self.pair.unit != 1):
             return self.refuted(best)
+        known = None if fitted else self.confirmed(fitter, best, (best, best), False)
+        if known is not None and not known.fits:
+            return known
         interval = self.interval(best)
         unbounded = interval[1] == math.inf and (not self.lead.center or fitted)
         if unbounded or (fitted and best > 10 * self.middle):
@@ -444,6 +525,8 @@ class _Trial:
         if fitted:
             around = 0.1 * (interval[1] - interval[0])
             best = roundest(max(best - around, interval[0]), min(best + around, interval[1]))
+        if known is not None:
+            return replace(known, interval=interval)
         return self.confirmed(fitter, best, interval, fitted)
 
     def relatives(self) -> Iterator[tuple[Formula, float, float]]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from ...presets import PRESETS
 from ...scheme import ArgumentError, Scheme
@@ -20,6 +21,7 @@ __all__ = [
     "Formula",
     "Sharing",
     "affine_choices",
+    "distinct_sharings",
     "is_known",
     "named_like",
     "published",
@@ -76,10 +78,18 @@ class Sharing:
         """The axis that is seen as two, None without one."""
         return next((i for i, axis in enumerate(self.axes) if len(axis) > 1), None)
 
+    @cached_property
+    def own_dimensions(self) -> tuple[tuple[int, ...], ...]:
+        """For each axis of the tensor the dimensions of ``expanded`` that belong to it."""
+        found, start = [], 0
+        for axis in self.axes:
+            found.append(tuple(range(start, start + len(axis))))
+            start += len(axis)
+        return tuple(found)
+
     def dimensions(self, axis: int) -> tuple[int, ...]:
         """The dimensions of ``expanded`` that belong to an axis of the tensor."""
-        start = sum(len(own) for own in self.axes[:axis])
-        return tuple(range(start, start + len(self.axes[axis])))
+        return self.own_dimensions[axis]
 
     @cached_property
     def key(self) -> tuple[tuple[Factor, ...], ...]:
@@ -162,6 +172,16 @@ def sharings(shape: Sequence[int]) -> Iterator[Sharing]:
                     yield Sharing((*base[:axis], parts, *base[axis + 1 :]))
 
 
+@lru_cache(maxsize=64)
+def distinct_sharings(shape: tuple[int, ...]) -> tuple[Sharing, ...]:
+    """Of those that are the same sets of elements of this shape the first; none of one element."""
+    found: dict[Any, Sharing] = {}
+    for sharing in sharings(shape):
+        if sharing.group_size > 1:
+            found.setdefault(sharing.key, sharing)
+    return tuple(found.values())
+
+
 def whole(shape: Sequence[int], reduced: Sequence[int]) -> Sharing:
     """The elements that differ only along these whole axes share."""
     return Sharing(tuple(((size, i in reduced),) for i, size in enumerate(shape)))
@@ -185,6 +205,7 @@ def divisors(size: int) -> tuple[int, ...]:
                  + found[-MOST_SPLITS // 2 :])  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def affine_choices(sharing: Sharing) -> list[tuple[int, ...]]:
     """The dimensions of ``expanded`` along which a weight may vary, the likeliest first.
 

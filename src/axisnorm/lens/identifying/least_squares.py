@@ -13,6 +13,10 @@ from .evidence import Floats
 __all__ = ["Line", "line"]
 
 
+CANCELLED = 6 / math.sqrt(3)
+"""Six deviations of errors that are spread evenly: further off is none of a billion elements."""
+
+
 @dataclass(frozen=True, eq=False)
 class Line:
     """y = w u + b, fitted to the elements along some axes."""
@@ -44,13 +48,16 @@ class Line:
         """How far errors of y up to these move the fit at each element, at least by its own.
 
         By Cauchy and Schwarz, as the squares of an element's row of the projection sum to its
-        leverage: needed where a mask leaves a weight some large outputs and some small ones.
-        Without one the errors of an element's row mostly cancel.
+        leverage: needed where a weight has few elements, or some large outputs and some small.
+        Without a mask the errors of many elements mostly cancel.
         """
+        square = np.square(errors)
+        if valid is not None:
+            square = np.where(valid, square, 0.0)
+        moved = np.sqrt(self.leverage * square.sum(self.axes, keepdims=True))
         if valid is None:
-            return errors
-        total = np.where(valid, np.square(errors), 0.0).sum(self.axes, keepdims=True)
-        return np.maximum(np.sqrt(self.leverage * total), errors)
+            moved = moved * np.minimum(1.0, CANCELLED / np.sqrt(self.count))
+        return np.maximum(moved, errors)
 
 
 def line(

@@ -88,7 +88,7 @@ def _is_map(pair: Pair, places: NDArray[np.int64], with_bias: bool) -> bool:
     w, b = np.abs(fitted.weight), np.abs(fitted.bias)
     allowed = pair.noise.bound(2, np.abs(y), w, 0.0, b)
     allowed = allowed + 4 * pair.noise.compute * w * np.abs(x)
-    return bool((np.abs(fitted.left) <= 2 * allowed).all())
+    return bool((np.abs(fitted.left) <= 2 * fitted.reach(allowed, valid)).all())
 
 
 def _unusual(axes: tuple[int, ...], ndim: int) -> int:

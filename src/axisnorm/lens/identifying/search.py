@@ -34,7 +34,7 @@ from .fit import (
     usual_eps,
 )
 from .fitting import with_fitted_weights
-from .hypotheses import CENTRED, UNCENTRED, Formula, Sharing, roundest, sharings
+from .hypotheses import CENTRED, UNCENTRED, Formula, Sharing, distinct_sharings, roundest
 from .maps import maps
 
 __all__ = ["known_fits", "nearest", "nearest_screened", "ruled_out", "search"]
@@ -57,7 +57,7 @@ def search(pair: Pair, given: Given, *, fitting: bool = True) -> list[Fit]:
 
     Without fitted weights first: a hypothesis that needs none is simpler than any that does.
     """
-    every = list(_distinct(sharings(pair.shape)))
+    every = distinct_sharings(pair.shape)
     found: list[Fit] = []
     for affine_of, weight, bias in assignments(pair, given):
         found += _with_known_weights(pair, given, every, affine_of, weight, bias)
@@ -78,15 +78,14 @@ def search(pair: Pair, given: Given, *, fitting: bool = True) -> list[Fit]:
 
 def known_fits(pair: Pair, given: Given, *, whole_only: bool = False) -> Iterator[Fit]:
     """The fits that need no fitted weights."""
-    every = [s for s in _distinct(sharings(pair.shape)) if s.split is None or not whole_only]
+    every = [s for s in distinct_sharings(pair.shape) if s.split is None or not whole_only]
     for affine_of, weight, bias in assignments(pair, given):
         found = _with_known_weights(pair, given, every, affine_of, weight, bias)
         yield from (fit for fit in found if fit.fits)
 
 
-def nearest_screened(pair: Pair, given: Given) -> float:
-    """How near the nearest set of whole axes comes: up to 1 it may be the one."""
-    every = [s for s in _distinct(sharings(pair.shape)) if s.split is None]
+def nearest_screened(pair: Pair, given: Given, every: Sequence[Sharing]) -> float:
+    """How near the nearest of these sets of axes comes: up to 1 it may be the one."""
     found = [
         one.misfit / one.allowed
         for affine_of, weight, bias in assignments(pair, given)
@@ -97,7 +96,7 @@ def nearest_screened(pair: Pair, given: Given) -> float:
 
 def ruled_out(pair: Pair, given: Given, best: Fit) -> Iterator[Fit]:
     """The formula and parameters of a fit over other axes, and other formulas over its own."""
-    every = [s for s in _distinct(sharings(pair.shape)) if s.split is None]
+    every = [s for s in distinct_sharings(pair.shape) if s.split is None]
     if best.sharing.split is not None:
         every.append(best.sharing)
     weight, bias = best.weight_along, best.bias_along
@@ -122,15 +121,6 @@ def ruled_out(pair: Pair, given: Given, best: Fit) -> Iterator[Fit]:
             )  # fmt: skip
             if not fit.fits:
                 yield fit
-
-
-def _distinct(candidates: Iterator[Sharing]) -> Iterator[Sharing]:
-    seen = set()
-    for sharing in candidates:
-        shared_size = sharing.group_size
-        if sharing.key not in seen and shared_size > 1:
-            seen.add(sharing.key)
-            yield sharing
 
 
 def _with_known_weights(
@@ -166,7 +156,7 @@ def _with_known_weights(
 
 def nearest(pair: Pair, given: Given) -> Iterator[Fit]:
     """The plain formula over the sets of axes that come nearest, where nothing fits."""
-    every = list(_distinct(sharings(pair.shape)))
+    every = distinct_sharings(pair.shape)
     for affine_of, weight, bias in assignments(pair, given):
         screened = _screened(pair, every, affine_of, weight, bias)
         near = [one for one in screened if one.sharing.split is None] or screened

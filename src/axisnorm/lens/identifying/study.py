@@ -15,13 +15,15 @@ from ...scheme import Scheme
 from ..naming import affine_axes, in_words
 from .deciding import decisions
 from .digits import computed_in, rounding_order
-from .evidence import UNITS, Floats, Noise, Pair, double, printed_decimals
+from .evidence import UNITS, Floats, Pair, double, printed_decimals
 from .fit import Fit, Given, machine_eps, places, usual_eps
+from .fitting import CARELESS
 from .hypotheses import (
     CENTRED,
     UNCENTRED,
     USUAL_EPS,
     Sharing,
+    distinct_sharings,
     is_known,
     named_like,
     published,
@@ -30,6 +32,7 @@ from .hypotheses import (
 from .identification import Candidate, Decision, Identification, axes_in_words
 from .maps import Map, maps, with_given_parameters
 from .mistakes import mistake_of, twice
+from .refuting import Lines
 from .search import known_fits, nearest, nearest_screened, ruled_out, search
 
 __all__ = ["Study", "map_in_words"]
@@ -52,9 +55,6 @@ CLEARLY_WORSE = 3.0
 """A fit whose differences are this many times larger on average is none, given enough elements."""
 
 ENOUGH_ELEMENTS = 64
-
-SLOPPY = 8.0
-"""So much further off is an output that was computed without care for rounding."""
 
 NEARLY = 32.0
 """A misfit above this is none that carelessness explains."""
@@ -237,10 +237,11 @@ class Study:
             return
         given = Given(self.given.weight, self.given.bias)
         near = []
-        for first, middle in self.first_norms():
+        for first, seconds in self.first_norms():
             # Before its eps is known, the first norm is only nearly right.
             noise = replace(pair.noise, compute=max(pair.noise.compute, 1e-4))
-            off = nearest_screened(pair.with_input(middle).with_noise(noise), given)
+            middle = self.normalized(first)
+            off = nearest_screened(pair.with_input(middle).with_noise(noise), given, seconds)
             if off <= 1:
                 near.append((off, first))
         near.sort(key=lambda one: one[0])
@@ -253,15 +254,27 @@ class Study:
                 yield _Found(fits, after, (), scheme)
                 return
 
-    def first_norms(self) -> Iterator[tuple[Scheme, Floats]]:
-        weight = self.given.weight
-        for sharing in sharings(self.shape):
-            if sharing.split is not None or sharing.group_size < 2:
+    def first_norms(self) -> Iterator[tuple[Scheme, list[Sharing]]]:
+        """Norms that may have come first, each with the sets of axes that the second may have."""
+        weight, lines = self.given.weight, Lines.of(self.pair)
+        whole_only = [s for s in distinct_sharings(self.shape) if s.split is None]
+        known = weight if weight is not None else self.given.bias
+        weighted: set[int] = set() if known is None else {
+            axis
+            for place in places(known, self.shape)
+            for axis in (*place.whole, *(() if place.part is None else (place.part,)))
+        }  # fmt: skip
+        for sharing in whole_only:
+            seconds = []
+            for second in whole_only:
+                held = {*sharing.kept, *second.kept, *weighted}
+                if not lines.refute(second, held, self.pair.noise.worst):
+                    seconds.append(second)
+            if not seconds:
                 continue
             for center in (True, False):
                 for dimensions in self.own_dimensions(sharing, weight):
-                    scheme = sharing.scheme(dimensions, center=center, eps=1e-5)
-                    yield scheme, self.normalized(scheme)
+                    yield sharing.scheme(dimensions, center=center, eps=1e-5), seconds
 
     def own_dimensions(self, sharing: Sharing, weight: Floats | None) -> list[tuple[int, ...]]:
         known = weight if weight is not None else self.given.bias
@@ -280,21 +293,19 @@ class Study:
 
     def sloppy(self, *, fitting: bool) -> Iterator[_Found]:
         """Computed in a narrower type than the arrays have, or with sums that lose digits."""
-        noise, single = self.pair.noise, UNITS["float32"]
+        noise = self.pair.noise
+        sentences = (
+            "The output is further off than careful arithmetic of its type explains.",
+            "The output is only as exact as a computation in float32.",
+        )
         if noise.twice_rounded:
-            own = Noise(4 * noise.unit, noise.unit / 4, smallest=noise.smallest)
-            said = f"Only a computation in {self.pair.y_dtype} itself explains the differences."
-            rough = [(own, said)]
-        else:
-            own = replace(noise, slack=SLOPPY, offset=SLOPPY)
-            said = "The output is further off than careful arithmetic of its type explains."
-            rough = [(own, said)]
-            if noise.compute < single:
-                own = replace(noise, unit=single, compute=single)
-                rough.append((own, "The output is only as exact as a computation in float32."))
-        for own, said in rough:
+            sentences = (
+                f"Only a computation in {self.pair.y_dtype} itself explains the differences.", ""
+            )  # fmt: skip
+        for own, said in zip(noise.careless(), sentences, strict=False):
             near = min((fit.misfit for fit in self.nearest), default=math.inf)
-            if fitting and near * noise.unit > NEARLY * own.unit:
+            far = near * noise.unit > NEARLY * own.unit
+            if fitting and far and not self.pair.cache.get(CARELESS):
                 continue
             pair = self.pair.with_noise(own)
             yield _Found(search(pair, self.given, fitting=fitting), pair, (said,))

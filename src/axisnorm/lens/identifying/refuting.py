@@ -1,0 +1,249 @@
+"""What no weight and no eps can explain, seen on a few elements before anything is fitted.
+
+Both bounds are safe: what they refute leaves more over than rounding allows, whatever the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .evidence import Floats, Noise, Pair, Statistics
+from .hypotheses import Sharing, whole
+from .least_squares import line
+from .sampling import COLUMNS, ROWS, number_of, offsets, some
+
+__all__ = ["Lines", "refuted_for_every_eps"]
+
+SENSITIVITY = 2.0
+"""The largest of all formulas: what a variance without its root loses."""
+
+FEW = 3
+"""Through fewer elements there is always a line."""
+
+ALIKE = 32
+"""So many elements of groups of nearly one variance are looked at for each weight."""
+
+Part = tuple[int, int, bool]
+"""An axis that is seen as two, the size of its outer part, and whether the inner one is held."""
+
+
+class Lines:
+    """Whether the output is a line of the input where neither a group nor a weight changes.
+
+    There every norm is one slope times the input plus one number. Where a sample of such elements
+    is on no line, no norm with these groups and these weights made it.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.largest = float(np.abs(pair.x).max())
+        self.made: dict[tuple[tuple[int, ...], Part | None], _Cells | None] = {}
+        self.answers: dict[tuple[tuple[int, ...], Part | None, Noise], bool] = {}
+
+    @classmethod
+    def of(cls, pair: Pair) -> Lines:
+        """Those of a pair, made once."""
+        found: Lines | None = pair.cache.get("lines")
+        if found is None:
+            found = pair.cache["lines"] = cls(pair)
+        return found
+
+    def refute(
+        self,
+        sharing: Sharing,
+        fixed: Iterable[int],
+        noise: Noise,
+        statistics: Statistics | None = None,
+    ) -> bool:
+        """Whether elements alike in these dimensions are on no line.
+
+        Args:
+            sharing: whose expanded shape the dimensions are of.
+            fixed: all along which statistics or parameters vary.
+            noise: the most that is believed of rounding.
+            statistics: of the sharing: less is allowed where the means are known to be small.
+        """
+        held = set(fixed)
+        axes = sharing.own_dimensions
+        touched = tuple(i for i, own in enumerate(axes) if held & set(own))
+        split, part = sharing.split, None
+        if split is not None and split in touched and not set(axes[split]) <= held:
+            part = split, sharing.axes[split][0][0], axes[split][1] in held
+        n = self.pair.x.size
+        if statistics is not None:
+            return any(
+                cells.refuted(noise, *statistics.largest, n)
+                for cells in self._cells(sharing, touched, part)
+            )
+        answer = self.answers.get((touched, part, noise))
+        if answer is None:
+            answer = self.answers[touched, part, noise] = any(
+                cells.refuted(noise, self.largest, self.largest, n)
+                for cells in self._cells(sharing, touched, part)
+            )
+        return answer
+
+    def _cells(
+        self, sharing: Sharing, touched: tuple[int, ...], part: Part | None
+    ) -> Iterator[_Cells]:
+        """Those of whole axes, where more is held and the line holds all the more, and of parts."""
+        if (touched, None) not in self.made:
+            whole_axes = whole(sharing.shape, [])
+            self.made[touched, None] = self._fitted(whole_axes, touched)
+        if part is not None and (touched, part) not in self.made:
+            axes = sharing.own_dimensions
+            dimensions = [i for axis in touched if axis != part[0] for i in axes[axis]]
+            dimensions.append(axes[part[0]][part[2]])
+            self.made[touched, part] = self._fitted(sharing, tuple(sorted(dimensions)))
+        for key in dict.fromkeys((None, part)):
+            cells = self.made[touched, key]
+            if cells is not None:
+                yield cells
+
+    def _fitted(self, sharing: Sharing, dimensions: tuple[int, ...]) -> _Cells | None:
+        shape = sharing.expanded
+        rows = number_of(sharing, dimensions)
+        others = tuple(i for i in range(len(shape)) if i not in dimensions)
+        each = number_of(sharing, others)
+        if each < FEW:
+            return None
+        random = np.random.default_rng(0)
+        flat = (
+            offsets(shape, dimensions, some(rows, ROWS, random))[:, None]
+            + offsets(shape, others, some(each, COLUMNS, random))[None, :]
+        )  # fmt: skip
+        pair = self.pair
+        valid = None if pair.mask is None else pair.mask.ravel()[flat]
+        x, y = pair.x.ravel()[flat], pair.y.ravel()[flat]
+        fitted = line(x, y, valid, (1,), True, False)
+        count = fitted.count[:, 0]
+        spread = np.sqrt(np.square(fitted.about).sum(1) / count)
+        left = np.sqrt(np.square(fitted.left).sum(1) / count)
+        slope = np.abs(fitted.weight[:, 0])
+        size = y if valid is None else np.where(valid, y, 0.0)
+        size = np.sqrt(np.square(size).sum(1) / count)
+        told = spread > 0
+        found = left, spread, np.hypot(left, slope * spread), size
+        return _Cells(*(values[told] for values in found))
+
+
+@dataclass(frozen=True, eq=False)
+class _Cells:
+    """Lines fitted to elements of several groups and weights; root mean squares of each."""
+
+    left: Floats
+    """What is left of the output."""
+    spread: Floats
+    """Of the input, about its mean."""
+    about: Floats
+    """Of the output, about its mean."""
+    size: Floats
+    """Of the output."""
+
+    def refuted(self, noise: Noise, mean: float, about: float, n: int) -> bool:
+        """Whether one is further off than rounding explains, whatever its slope.
+
+        Args:
+            noise: what is believed of rounding.
+            mean: no mean that is subtracted is larger.
+            about: no root mean square is.
+            n: how many elements may share a mean.
+        """
+        left, spread, moved, size = self.left, self.spread, self.about, self.size
+        alone = noise.bound(n, size, 0.0, 0.0, size)
+        if not (left > SENSITIVITY * alone).any():
+            return False
+        slope = 2 * (moved + alone) / spread
+        allowed = noise.bound(n, size, slope, about, size + slope * mean)
+        # Beside a spread so small any slope is possible.
+        told = allowed < 0.5 * slope * spread
+        for _ in range(3):
+            if (told & (left > SENSITIVITY * allowed)).any():
+                return True
+            # Nor is a slope steeper than the output and its rounding together.
+            slope = np.where(told, np.minimum(slope, (moved + allowed) / spread), slope)
+            allowed = noise.bound(n, size, slope, about, size + slope * mean)
+        return bool((told & (left > SENSITIVITY * allowed)).any())
+
+
+def refuted_for_every_eps(
+    noises: Sequence[Noise],
+    d: Floats,
+    y: Floats,
+    valid: NDArray[np.bool_] | None,
+    variance: Floats,
+    n: int,
+    about: Floats,
+    known: float,
+) -> NDArray[np.bool_]:
+    r"""Whether no formula leaves as little as rounding, without a bias and with one.
+
+    A row of elements shares one weight, which takes up constant factors. So a formula counts
+    relative to one variance: its factors lie between 1, of an infinite eps, and the inverse ratio
+    of variances. Of u, in the middle, they differ by at most e. What is left of y is then no
+    smaller than what u leaves, less \|w\| \|e\|, where the weight is at most
+    \|y\| / (\|u\| - \|e\|). Of each row the elements of the nearest variances are held
+    against this.
+
+    Args:
+        noises: what is believed of rounding.
+        d: the values that are scaled, times the given weight: rows of elements of hypotheses.
+        y: the output, of shape (rows, elements).
+        valid: the elements that count, of its shape. None: all.
+        variance: what divides, or the mean square, of d's shape.
+        n: how many elements share a mean.
+        about: the size of the mean that is subtracted, for each hypothesis.
+        known: the largest given weight.
+
+    Returns:
+        For each of the noises, without a bias and with one, for each hypothesis.
+    """
+    usable = variance > 0 if valid is None else valid & (variance > 0)
+    order = np.argsort(np.where(usable, variance, np.inf), axis=2)
+    value = np.take_along_axis(variance, order, 2)
+    size = value.shape[2]
+    count = min(ALIKE, size)
+    if count < FEW:
+        return np.zeros((len(noises), 2, len(d)), bool)
+    # The stretch of neighbours whose variances differ least.
+    width = value[..., count - 1 :] / np.maximum(value[..., : size - count + 1], 1e-300)
+    reaches = np.arange(count - 1, size) < usable.sum(2, keepdims=True)
+    width = np.where(reaches, width, np.inf)
+    start = width.argmin(2)
+    enough = np.isfinite(width.min(2))
+    take = np.take_along_axis(order, start[..., None] + np.arange(count), 2)
+    d, variance = np.take_along_axis(d, take, 2), np.take_along_axis(variance, take, 2)
+    y = np.take_along_axis(np.broadcast_to(y, order.shape), take, 2)
+    variance = np.where(enough[..., None], variance, 1.0)
+    ratio = np.sqrt(variance[..., :1] * variance[..., -1:]) / variance
+    u, e = d * (0.5 * (1 + ratio)), np.abs(d * (0.5 * (1 - ratio)))
+    moved = np.sqrt(_dot(e, e))
+    size, shifted = np.sqrt(_dot(y, y) / count), e.mean(2)
+    middle_y, middle_u = y.mean(2), u.mean(2)
+    found = np.zeros((len(noises), 2, len(d)), bool)
+    for bias in (0, 1):
+        if bias:
+            y, u = y - middle_y[..., None], u - middle_u[..., None]
+        uu = _dot(u, u)
+        least = np.sqrt(uu) - moved
+        told = enough & (least > 0)
+        least, uu = np.where(told, least, 1.0), np.where(told, uu, 1.0)
+        weight = np.sqrt(_dot(y, y)) / least
+        rest = y - (_dot(u, y) / uu)[..., None] * u
+        left = np.sqrt(_dot(rest, rest)) - weight * moved
+        shift = bias * (np.abs(middle_y) + weight * (np.abs(middle_u) + shifted))
+        slope = 2 * weight * float(ratio.max()) * known
+        for place, noise in enumerate(noises):
+            allowed = noise.bound(n, size, slope, about[:, None], shift)
+            excess = left - SENSITIVITY * math.sqrt(count) * allowed
+            found[place, bias] = (told & (excess > 0)).any(1)
+    return found
+
+
+def _dot(a: Floats, b: Floats) -> Floats:
+    return np.asarray(np.einsum("...l,...l->...", a, b))

@@ -1,0 +1,138 @@
+"""What is refuted before anything is fitted: never what was computed, and most of what was not."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from axisnorm import identify, reference
+from axisnorm.lens.identifying.evidence import pair_of
+from axisnorm.lens.identifying.fitting import _Fitter
+from axisnorm.lens.identifying.hypotheses import (
+    CENTRED,
+    UNCENTRED,
+    affine_choices,
+    distinct_sharings,
+    sharings,
+)
+from axisnorm.lens.identifying.refuting import Lines
+
+TYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+FORMULAS = [formula for formula in CENTRED + UNCENTRED if formula.passes == 1]
+
+
+def fitter_of(pair):
+    return _Fitter(pair, lambda sharing: (), None, None, pair.x.size)
+
+
+@st.composite
+def computations(draw):
+    """Input and output, the sharing, the weight's dimensions, and what the formula is."""
+    shape = tuple(draw(st.lists(st.sampled_from((1, 2, 3, 4, 6, 12)), min_size=2, max_size=4)))
+    size = int(np.prod(shape))
+    assume(16 <= size <= 2048)
+    choices = [sharing for sharing in sharings(shape) if sharing.group_size > 1]
+    assume(choices)
+    sharing = draw(st.sampled_from(choices))
+    places = affine_choices(sharing)
+    assume(places)
+    dimensions = draw(st.sampled_from(places))
+    formula = draw(st.sampled_from(FORMULAS))
+    assume(sharing.group_size > formula.correction)
+    eps = draw(st.just(0.0) | st.floats(-12, 3).map(lambda power: 10.0**power))
+    dtype = draw(st.sampled_from(TYPES))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    wide = dtype in (np.float64, np.float32)
+    x = random.normal(size=sharing.expanded)
+    kept = [n if i in sharing.kept else 1 for i, n in enumerate(sharing.expanded)]
+    x = x * np.exp(
+        draw(st.sampled_from((0.0, 1.0, 3.0 if wide else 1.0))) * random.normal(size=kept)
+    )
+    x = (x + draw(st.floats(-100 if wide else -3, 100 if wide else 3))).reshape(shape).astype(dtype)
+    scheme = sharing.scheme(
+        dimensions, **formula.constants, eps=eps,
+        rounding=draw(st.sampled_from(("once", "before_affine"))),
+    )  # fmt: skip
+    own = scheme.layout(len(shape)).sizes(shape).affine_shape
+    weight = (random.normal(size=own) * draw(st.sampled_from((1.0, 1e-3, 30.0)))).astype(dtype)
+    bias = (random.normal(size=own) * draw(st.sampled_from((0.0, 1.0, 1e2)))).astype(dtype)
+    with np.errstate(over="ignore"):
+        y = reference.forward(x, scheme, weight, bias)[0]
+    assume(np.isfinite(y.astype(np.float64)).all() and np.ptp(y.astype(np.float64)) > 0)
+    assume(np.ptp(x.astype(np.float64)) > 0)
+    return x, y, sharing, dimensions, formula
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(computations())
+def test_what_was_computed_is_never_refuted(computation):
+    x, y, sharing, dimensions, formula = computation
+    pair = pair_of(x, y)
+    statistics = pair.statistics(sharing)
+    lines = Lines.of(pair)
+    for own in (None, statistics):
+        assert not lines.refute(sharing, (*sharing.kept, *dimensions), pair.noise.summed, own)
+    centred, plain = fitter_of(pair).refuted(statistics, dimensions)
+    assert not (centred if formula.center else plain)[1]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(computations(), st.integers(0, 2**32 - 1))
+def test_nor_is_it_under_a_mask(computation, seed):
+    x, y, sharing, dimensions, formula = computation
+    mask = np.random.default_rng(seed).random(x.shape) < 0.7
+    pair = pair_of(x, np.where(mask, y, np.zeros_like(y))).with_mask(mask, statistics=False)
+    statistics = pair.statistics(sharing)
+    fixed = *sharing.kept, *dimensions
+    assert not Lines.of(pair).refute(sharing, fixed, pair.noise.summed, statistics)
+    centred, plain = fitter_of(pair).refuted(statistics, dimensions)
+    assert not (centred if formula.center else plain)[1]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(64, 96), (8, 6, 10, 12)])
+def test_nearly_everything_is_refuted_of_what_is_no_norm(shape, dtype):
+    random = np.random.default_rng(0)
+    x = random.normal(size=shape).astype(dtype)
+    wide = x.astype(np.float64)
+    for y in (random.normal(size=shape), np.tanh(wide), np.exp(wide)):
+        pair = pair_of(x, y.astype(dtype))
+        fitter, left, tried = fitter_of(pair), 0, 0
+        for sharing in distinct_sharings(shape):
+            if sharing.split is None:
+                left += sum(1 for _ in fitter.leads(sharing))
+                tried += 4 * len(fitter.choices(sharing))
+        assert left <= 0.03 * tried, (left, tried)
+
+
+def test_an_eps_beside_any_variances_is_not_refuted():
+    # Where variances differ much no single factor is near that of every eps.
+    x = np.random.default_rng(1).normal(size=(60, 40)) * 10.0 ** np.linspace(-4, 4, 60)[:, None]
+    (sharing,) = [s for s in distinct_sharings(x.shape) if s.split is None and s.reduced == (1,)]
+    for eps in 10.0 ** np.arange(-8, 8):
+        scheme = sharing.scheme((1,), eps=float(eps))
+        y = reference.forward(x, scheme, np.linspace(0.5, 2, 40), np.linspace(-1, 1, 40))[0]
+        pair = pair_of(x, y)
+        centred, _ = fitter_of(pair).refuted(pair.statistics(sharing), (1,))
+        assert centred == (False, False) or centred == (True, False)
+
+
+def test_a_map_of_few_elements_for_each_number_is_seen_in_half_types():
+    # Errors of large outputs move the numbers by more than rounding leaves small ones.
+    random = np.random.default_rng(5)
+    x = random.normal(size=(64, 256)).astype(np.float16)
+    weight, bias = random.uniform(0.5, 1.5, 256), random.normal(size=256)
+    found = identify(x, (x.astype(np.float64) * weight + bias).astype(np.float16))
+    assert found.best is None and "a per-channel affine map" in found.reason
+
+
+def test_a_weight_for_each_element_of_few_samples_needs_no_careless_arithmetic():
+    random = np.random.default_rng(6)
+    x = random.normal(size=(4, 8, 8, 8)).astype(ml_dtypes.bfloat16)
+    scheme = next(s for s in sharings(x.shape) if s.reduced == (1, 2, 3)).scheme((1, 2, 3))
+    weight = random.uniform(0.5, 1.5, (8, 8, 8)).astype(ml_dtypes.bfloat16)
+    bias = random.normal(size=(8, 8, 8)).astype(ml_dtypes.bfloat16)
+    found = identify(x, reference.forward(x, scheme, weight, bias)[0])
+    assert found.best.axes == found.best.affine_axes == (1, 2, 3)
+    assert not any("computation in" in note for note in found.notes)
