@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 __all__ = ["LEAST", "Pool", "limit"]
 
-LEAST = 3 << 20
+LEAST = 2 << 20
 """Bytes from which memory is reused. Below, looking for it costs as much as it saves."""
 
 LOOKS = 8

@@ -28,14 +28,14 @@ _pool = Pool(limit() if hasattr(torch._C, "_storage_Use_Count") else 0, _is_usab
 
 def empty_like(x: Tensor) -> Tensor:
     """``torch.empty_like(x)``, in memory that was used before where there is some."""
-    size = x.numel() * x.element_size()
+    size = x.nbytes
     if size < LEAST or not _pool.most:
         return torch.empty_like(x)
     with _pool.lock:
         block = _pool.take(size)
         if block is not None:
             like = x if x.is_contiguous() else torch.empty_like(x, device="meta")
-            y = torch.empty(0, dtype=x.dtype).set_(block, 0, x.shape, like.stride())
+            y = x.new_empty(0).set_(block, 0, x.shape, like.stride())
             _pool.put_back(block, size)
             return y
         y = torch.empty_like(x)
