@@ -22,6 +22,7 @@ from cases import (
     values,
 )
 from conftest import needs_short_way
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -408,6 +409,57 @@ def test_nothing_leaks(door: Door) -> None:
 
 
 # --- Ops and compilers
+
+
+@pytest.mark.parametrize("case", SCHEMES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_operators_in_c_are_those_in_python(case: Case, dtype: torch.dtype) -> None:
+    ops, scheme = torch.ops.axisnorm, case.scheme
+    x, grad = values(case.shape, dtype), values(case.shape, dtype, seed=3)
+    parameters_ = parameters(case, dtype)
+    shape = scheme.layout(len(case.shape)).sizes(case.shape).running_shape
+    running = values(shape, torch.float32, 5), values(shape, dtype, 6).abs()
+    kept = [t.clone() for t in running]
+
+    def same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
+        return found
+
+    for _, given in layouts(x):
+        for text, moments in (
+            (str(scheme.replace(statistics="batch")), (None, None)),
+            (str(scheme.replace(statistics="running")), running),
+        ):
+            args = (given, *parameters_, None, text, *moments)
+            _, stats = same(ops.norm_fwd(*args), _torch._op_forward(*args))
+            back = (grad, given, *parameters_, None, *moments, stats, text)
+            same(ops.norm_bwd(*back), _torch._op_backward(*back))
+        train = (given, *parameters_, None, str(scheme.replace(statistics="batch")), *running)
+        if scheme.momentum is not None:
+            same(ops.norm_train_fwd(*train), _torch._op_train_forward(*train))
+            assert all(map(torch.equal, running, kept))
+
+
+def test_operators_refuse_what_does_not_fit() -> None:
+    ops, x = torch.ops.axisnorm, values((4, 8))
+    for weight in (torch.ones(7), torch.ones(1, 8)):
+        with pytest.raises(axisnorm.ArgumentError, match="weight"):
+            ops.norm_fwd(x, weight, None, None, "... [d]; affine=d")
+    with pytest.raises(axisnorm.ArgumentError, match="running_mean"):
+        ops.norm_train_fwd(x, None, None, None, "[n] d", torch.zeros(7), torch.ones(7))
+    with pytest.raises(axisnorm.ArgumentError, match="running"):
+        ops.norm_fwd(x, None, None, None, "[n] d; statistics=running")
+
+
+def test_what_operators_know_of_shapes_does_not_grow_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_torch, "MOST_PREPARED", 5)
+    _torch._prepared.clear()
+    for rows in range(1, 12):
+        torch.ops.axisnorm.norm_fwd(values((rows, 8)), None, None, None, "... [d]")
+    assert 0 < len(_torch._prepared) <= 5
 
 
 @pytest.mark.parametrize("case", SCHEMES[::4], ids=str)

@@ -1174,6 +1174,7 @@ def _autograd_kernel(name: str, rules: Rules, gradients: Callable[..., Any]) -> 
 
 _Prepared = tuple[Any, ...]
 _prepared: dict[tuple[str, tuple[int, ...], bool], _Prepared | None] = {}
+MOST_PREPARED = 4096
 
 
 def _prepare(scheme: str, shape: tuple[int, ...], affine: bool) -> _Prepared | None:
@@ -1197,7 +1198,7 @@ def _prepare(scheme: str, shape: tuple[int, ...], affine: bool) -> _Prepared | N
             meaning.momentum,
             meaning.running_correction,
         )
-    if len(_prepared) >= 4096:
+    if len(_prepared) >= MOST_PREPARED:
         _prepared.clear()
     _prepared[scheme, shape, affine] = found
     return found
