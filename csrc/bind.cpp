@@ -224,6 +224,7 @@ NB_MODULE(_native, m) {
   m.def("isa_error", &axisnorm::isa_error, nb::rv_policy::copy);
   m.def("max_threads", &axisnorm::max_threads);
   m.def("openmp_source", &axisnorm::openmp_source);
+  m.def("set_torch_openmp", &axisnorm::set_torch_openmp);
   m.def("add_forward", &add_forward, nb::call_guard<nb::gil_scoped_release>());
   m.def("add_backward", &add_backward, nb::call_guard<nb::gil_scoped_release>());
   torch_door::add_to(m.ptr());

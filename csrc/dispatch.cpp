@@ -95,6 +95,13 @@ Selection &selection() {
 // There must be one runtime in the process: two of them, each with threads that spin after a parallel
 // region, slow each other down several hundredfold. torch brings its own libgomp.so.1, and whichever
 // is loaded first serves both, because the loader identifies it by that name. So nothing is linked.
+// Older wheels of torch give the file a name of their own: where torch is installed and not loaded yet,
+// its file is taken, which the loader then knows by where it is.
+
+std::string &torch_openmp() {
+  static std::string path;
+  return path;
+}
 
 std::atomic<bool> forked{false};     // this is a forked child in which libgomp's threads are missing
 std::atomic<bool> threads_at_fork{false};
@@ -111,6 +118,8 @@ struct OpenMP {
   OpenMP() {
     if (take(RTLD_DEFAULT, "already in the global scope")) return;
     if (take(dlopen("libgomp.so.1", RTLD_NOW | RTLD_NOLOAD), "already loaded libgomp.so.1")) return;
+    const std::string &own = torch_openmp();
+    if (!own.empty() && take(dlopen(own.c_str(), RTLD_NOW | RTLD_GLOBAL), "loaded torch's")) return;
     take(dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL), "loaded libgomp.so.1");
   }
 
@@ -554,5 +563,6 @@ int max_threads() {
   return threads < 1 ? 1 : threads;
 }
 const char *openmp_source() { return openmp().source.c_str(); }
+void set_torch_openmp(const char *path) { torch_openmp() = path; }
 
 }  // namespace axisnorm

@@ -31,5 +31,6 @@ int64_t stream_from(int64_t bytes);
 // The threads that the next large call may use; 1 without OpenMP and in a forked child.
 int max_threads();
 const char *openmp_source();  // where the OpenMP runtime was found
+void set_torch_openmp(const char *path);  // the file of the runtime that torch brings, if not loaded
 
 }  // namespace axisnorm

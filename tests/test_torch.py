@@ -452,6 +452,7 @@ def test_operators_refuse_what_does_not_fit() -> None:
         ops.norm_fwd(x, None, None, None, "[n] d; statistics=running")
 
 
+@needs_short_way
 def test_what_operators_know_of_shapes_does_not_grow_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

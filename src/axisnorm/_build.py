@@ -5,12 +5,24 @@ A platform without a C++ compiler gets a pure Python wheel: everything works, by
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from .scheme import ArgumentError
 
 __all__ = ["native"]
+
+
+def _torch_openmp() -> str | None:
+    """The file of the OpenMP runtime that an installed torch brings, which is not loaded yet."""
+    spec = None if "torch" in sys.modules else find_spec("torch")
+    places = (spec.submodule_search_locations if spec else None) or ()
+    files = [str(f) for place in places for f in sorted(Path(place, "lib").glob("libgomp*.so*"))]
+    return files[0] if files else None
+
 
 native: Any = None
 try:
@@ -24,3 +36,5 @@ else:
             f"AXISNORM_ISA names an instruction set of this processor. {native.isa_error()}. "
             f"Use one of {', '.join(native.isa_names())}, or leave it unset."
         )
+    if (_found := _torch_openmp()) is not None:
+        native.set_torch_openmp(_found)

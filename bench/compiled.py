@@ -1,0 +1,131 @@
+"""Times small models eagerly and under torch.compile, with axisnorm's norms and with torch's.
+
+All four run in one process in interleaved rounds, as in run.py; a figure is the median over the
+rounds.
+Writes one JSON.
+
+    python bench/compiled.py                  # all, to bench/results/<cpu>-compiled.json
+    python bench/compiled.py --only conv --rounds 5 --out /tmp/x.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from run import BLOCK, RESULTS, Call, block, machine
+from torch import Tensor, nn
+
+import axisnorm
+
+DEPTH = 4
+
+Made = tuple[nn.Module, tuple[int, ...]]
+
+
+def mlp(rows: int) -> Callable[[Any], Made]:
+    def make(norms: Any) -> Made:
+        layers = [(nn.Linear(256, 256), nn.GELU(), norms.LayerNorm(256)) for _ in range(DEPTH)]
+        return nn.Sequential(*(m for layer in layers for m in layer)), (rows, 256)
+
+    return make
+
+
+def conv(norm: str, *given: int) -> Callable[[Any], Made]:
+    def make(norms: Any) -> Made:
+        layers = [
+            (nn.Conv2d(32, 32, 3, padding=1), getattr(norms, norm)(*given), nn.ReLU())
+            for _ in range(DEPTH)
+        ]
+        return nn.Sequential(*(m for layer in layers for m in layer)), (4, 32, 28, 28)
+
+    return make
+
+
+MODELS = {
+    "mlp, LayerNorm, 8 rows": mlp(8),
+    "mlp, LayerNorm, 512 rows": mlp(512),
+    "conv, BatchNorm": conv("BatchNorm2d", 32),
+    "conv, GroupNorm": conv("GroupNorm", 8, 32),
+    "conv, InstanceNorm": conv("InstanceNorm2d", 32),
+}
+
+
+def calls(make: Callable[[Any], Made], training: bool) -> dict[str, Call]:
+    found: dict[str, Call] = {}
+    for name, norms in {"axisnorm": axisnorm.nn, "torch": nn}.items():
+        torch.manual_seed(0)
+        model, shape = make(norms)
+        model.train(training)
+        x, grad = torch.randn(shape), torch.randn(shape)
+        parameters = list(model.parameters())
+        for mode, run in {"eager": model, "compiled": torch.compile(model)}.items():
+
+            def call(
+                run: Any = run, x: Tensor = x, grad: Tensor = grad, p: Any = parameters
+            ) -> Any:
+                if training:
+                    return torch.autograd.grad(run(x), p, grad)
+                with torch.no_grad():
+                    return run(x)
+
+            found[f"{name} {mode}"] = call
+    return found
+
+
+def race(found: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median seconds of each call."""
+    counts = {}
+    for name, call in found.items():
+        for _ in range(3):
+            call()
+        counts[name] = max(1, int(BLOCK / block(call, 3)))
+    times = [
+        {name: block(call, counts[name]) for name, call in found.items()} for _ in range(rounds)
+    ]
+    return {name: statistics.median(t[name] for t in times) for name in found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    info = machine()
+    words = re.sub(r"\W+", "-", info["cpu"].lower()).strip("-")
+    out = options.out or RESULTS / f"{words}-compiled.json"
+    names = [
+        f"{library} {mode}" for library in ("axisnorm", "torch") for mode in ("eager", "compiled")
+    ]
+    table = Table("model", "", *(f"{name} us" for name in names))
+    results = []
+    for model, make in MODELS.items():
+        if options.only not in model:
+            continue
+        for training in (False, True):
+            torch.compiler.reset()
+            micros = {
+                n: round(t * 1e6, 1) for n, t in race(calls(make, training), options.rounds).items()
+            }
+            mode = "training" if training else "inference"
+            results.append({"model": model, "mode": mode, **micros})
+            out.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
+            table.add_row(model, mode, *(f"{micros[name]:.0f}" for name in names))
+    console = Console()
+    console.print(table)
+    console.print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    main()
