@@ -1,5 +1,7 @@
 """What is refuted before anything is fitted: never what was computed, and most of what was not."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from axisnorm import identify, reference
 from axisnorm.lens.identifying.evidence import pair_of
-from axisnorm.lens.identifying.fitting import _Fitter
+from axisnorm.lens.identifying.fitting import _family, _Fitter, _Lead
 from axisnorm.lens.identifying.hypotheses import (
     CENTRED,
     UNCENTRED,
@@ -16,7 +18,7 @@ from axisnorm.lens.identifying.hypotheses import (
     distinct_sharings,
     sharings,
 )
-from axisnorm.lens.identifying.refuting import Lines
+from axisnorm.lens.identifying.refuting import Lines, none_between
 
 TYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 FORMULAS = [formula for formula in CENTRED + UNCENTRED if formula.passes == 1]
@@ -28,7 +30,7 @@ def fitter_of(pair):
 
 @st.composite
 def computations(draw):
-    """Input and output, the sharing, the weight's dimensions, and what the formula is."""
+    """Input and output, the sharing, the weight's dimensions, the formula and its eps."""
     shape = tuple(draw(st.lists(st.sampled_from((1, 2, 3, 4, 6, 12)), min_size=2, max_size=4)))
     size = int(np.prod(shape))
     assume(16 <= size <= 2048)
@@ -61,13 +63,13 @@ def computations(draw):
         y = reference.forward(x, scheme, weight, bias)[0]
     assume(np.isfinite(y.astype(np.float64)).all() and np.ptp(y.astype(np.float64)) > 0)
     assume(np.ptp(x.astype(np.float64)) > 0)
-    return x, y, sharing, dimensions, formula
+    return x, y, sharing, dimensions, formula, eps
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(computations())
 def test_what_was_computed_is_never_refuted(computation):
-    x, y, sharing, dimensions, formula = computation
+    x, y, sharing, dimensions, formula, _ = computation
     pair = pair_of(x, y)
     statistics = pair.statistics(sharing)
     lines = Lines.of(pair)
@@ -80,7 +82,7 @@ def test_what_was_computed_is_never_refuted(computation):
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(computations(), st.integers(0, 2**32 - 1))
 def test_nor_is_it_under_a_mask(computation, seed):
-    x, y, sharing, dimensions, formula = computation
+    x, y, sharing, dimensions, formula, _ = computation
     mask = np.random.default_rng(seed).random(x.shape) < 0.7
     pair = pair_of(x, np.where(mask, y, np.zeros_like(y))).with_mask(mask, statistics=False)
     statistics = pair.statistics(sharing)
@@ -88,6 +90,36 @@ def test_nor_is_it_under_a_mask(computation, seed):
     assert not Lines.of(pair).refute(sharing, fixed, pair.noise.summed, statistics)
     centred, plain = fitter_of(pair).refuted(statistics, dimensions)
     assert not (centred if formula.center else plain)[1]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(computations(), st.floats(-0.99, 0.99), st.floats(-4, 0))
+def test_an_eps_that_passes_lies_between_those_tried(computation, place, power):
+    x, y, sharing, dimensions, formula, eps = computation
+    assume(eps and formula == formula.without_constant_factor())
+    pair = pair_of(x, y)
+    fitter = fitter_of(pair)
+    statistics = pair.statistics(sharing)
+    rows = np.prod([sharing.expanded[i] for i in dimensions])
+    assume(pair.x.size // rows >= 4)
+    lead = _Lead(
+        sharing, dimensions, formula.center, True, _family(formula), 0.0, 1, False, statistics
+    )  # fmt: skip
+    for trial in fitter.trials(lead):
+        if trial.formula == formula and trial.passes(eps):
+            reach = 0.9 * 10.0**power
+            around = math.log(eps) + reach * (np.linspace(-1, 1, 9) + place)
+            square, allowed = trial.squares(np.exp(around).tolist())
+            assert not none_between(square / allowed)
+
+
+def test_no_eps_is_left_between_those_of_what_is_no_norm():
+    # The sum of a parabola and what never fits; of two weights with other values of eps.
+    points = np.linspace(-1, 1, 9)[:, None]
+    assert none_between(5.0 + 8.0 * np.square(points - 0.3))
+    assert none_between(1e3 * np.square(points - np.array([[-0.9, 0.9]])))
+    assert not none_between(1e3 * np.square(points - np.array([[0.31, 0.32]])))
+    assert not none_between(np.full((9, 1), np.nan))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

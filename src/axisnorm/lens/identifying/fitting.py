@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from .hypotheses import (
     roundest,
 )
 from .least_squares import Line, line
-from .refuting import Lines, refuted_for_every_eps
+from .refuting import Lines, none_between, refuted_for_every_eps
 from .sampling import (
     COLUMNS,
     ROWS,
@@ -37,7 +37,7 @@ from .sampling import (
     varying,
 )
 
-__all__ = ["CARELESS", "with_fitted_weights"]
+__all__ = ["CARELESS", "Place", "with_fitted_weights"]
 
 REFINED = 4
 """So many sets of axes with as many weights are looked at closely where weights are fitted."""
@@ -49,7 +49,11 @@ SUSPECTS = (4, 256), (4, 4096)
 """Of so many weights so many elements are searched for some of nearly one variance."""
 
 CARELESS = "careless"
-"""Of what is kept for a pair: something fits perhaps with the worst rounding believed."""
+"""Of what is kept for a pair: the sets of axes, each with the dimensions of a weight, that only the
+worst rounding believed explains perhaps."""
+
+Place = tuple[Any, tuple[int, ...]]
+"""The axes of a sharing, and the dimensions along which its weight varies."""
 
 SCREENED_EPS = (1e-12, 1e-6, 1e-5, 1e-3)
 """Values of eps that stand for all where weights are fitted to a sample."""
@@ -60,6 +64,12 @@ many of them at most."""
 MOST_EPS = 12
 
 MOST_LEADS = 48
+
+REFUTED = [(True, True), (True, True)]
+"""With and without the mean, each without and with a bias."""
+
+TOGETHER = 8
+"""So many values of eps are tried at once where the border of those that pass is sought."""
 
 EXPLAINED = 0.05
 EXPLAINED_VAR = 0.2
@@ -78,12 +88,14 @@ def with_fitted_weights(
     weight: Floats | None,
     bias: Floats | None,
     limit: int,
+    only: Collection[Place] | None = None,
 ) -> list[Fit]:
     """Fit what is missing of weight and bias for sets of axes that share them.
 
-    With fewer numbers than ``limit``, with which a map without statistics explains the output.
+    With fewer numbers than ``limit``, with which a map without statistics explains the output, and
+    in these places alone, where they are told.
     """
-    fitter = _Fitter(pair, affine_of, weight, bias, limit)
+    fitter = _Fitter(pair, affine_of, weight, bias, limit, only)
     stages = (
         [sharing for sharing in every if sharing.split is None],
         [sharing for sharing in every if sharing.split is not None and is_known(sharing)],
@@ -128,8 +140,10 @@ class _Fitter:
         weight: Floats | None,
         bias: Floats | None,
         limit: int = 0,
+        only: Collection[Place] | None = None,
     ) -> None:
         self.pair = pair
+        self.only = only
         self.limit = limit
         self.affine_of = affine_of
         self.weight = weight
@@ -178,17 +192,18 @@ class _Fitter:
         told = sharing.kept if statistics is None else varying(statistics)
         kept = [i for i in told if sharing.expanded[i] > 1]
         for dimensions in self.choices(sharing):
+            if self.only is not None and (sharing.axes, dimensions) not in self.only:
+                continue
             each = self.pair.x.size // max(number_of(sharing, dimensions), 1)
             # Where each weight meets one group alone, weight and bias take up anything.
             free = set(kept) <= set(dimensions)
             if each < 2 or number_of(sharing, dimensions) >= self.limit:
                 continue
-            fixed = (*kept, *dimensions)
-            if self.without_line(sharing, fixed):
+            if self.without_line(sharing, kept, dimensions):
                 continue
             if statistics is None:
                 (statistics,) = rough_statistics(self.pair, [sharing])
-            if self.without_line(sharing, fixed, statistics):
+            if self.without_line(sharing, kept, dimensions, statistics):
                 continue
             refuted = self.refuted(statistics, dimensions)
             if all(map(all, refuted)):
@@ -250,25 +265,37 @@ class _Fitter:
                         )
 
     def without_line(
-        self, sharing: Sharing, fixed: Sequence[int], statistics: Statistics | None = None
+        self,
+        sharing: Sharing,
+        kept: Sequence[int],
+        dimensions: tuple[int, ...],
+        statistics: Statistics | None = None,
     ) -> bool:
         """Whether elements of one group and one weight are on no line."""
+        fixed = *kept, *dimensions
         noise, worst = self.pair.noise.summed, self.pair.noise.worst
         if not self.lines.refute(sharing, fixed, noise, statistics):
             return False
         if statistics is None:
             # Too much may be allowed: then the next look decides.
             return self.lines.refute(sharing, fixed, worst)
-        known = self.pair.cache.get(CARELESS)
-        if not known and not self.lines.refute(sharing, fixed, worst, statistics):
-            self.pair.cache[CARELESS] = True
+        if not self.lines.refute(sharing, fixed, worst, statistics):
+            self.leave_open(sharing, dimensions)
         return True
+
+    def leave_open(self, sharing: Sharing, dimensions: tuple[int, ...]) -> None:
+        """Keep what careless arithmetic explains perhaps."""
+        self.pair.cache.setdefault(CARELESS, set()).add((sharing.axes, dimensions))
 
     def refuted(
         self, statistics: Statistics, dimensions: tuple[int, ...]
     ) -> list[tuple[bool, bool]]:
         """Whether no formula can fit: with and without the mean, each without and with a bias."""
         n, noise = summed(statistics), self.pair.noise.summed
+        bare = self.weight is None and self.bias is None and not statistics.running
+        key = "refuted", noise, statistics.sharing.axes, dimensions
+        if bare and key in self.pair.cache:
+            return REFUTED
         for most in SUSPECTS:
             sample = self.sample(statistics.sharing, dimensions, most)
             group = groups(statistics, sample, dimensions)
@@ -294,7 +321,10 @@ class _Fitter:
             if all(map(all, found)) or sample.x.shape[1] < most[1]:
                 break
         if (exact & ~worst).any():
-            self.pair.cache[CARELESS] = True
+            self.leave_open(statistics.sharing, dimensions)
+        elif bare and worst.all():
+            # What the most that is believed does not explain, no later look does.
+            self.pair.cache["refuted", noise.worst, statistics.sharing.axes, dimensions] = True
         return list(zip(*found, strict=True))
 
     def _at(self, values: Floats, flat: NDArray[np.int64]) -> Floats:
@@ -474,14 +504,18 @@ class _Trial:
 
     def ratios(self, several: Sequence[float]) -> dict[float, tuple[float, float]]:
         """The same for several eps at once: for one, the calls take longer than the numbers."""
+        square, allowed = self.squares(several)
+        total, worst = square.sum(1) / allowed.sum(1), (square / allowed).max(1)
+        return dict(zip(several, zip(total.tolist(), worst.tolist(), strict=True), strict=True))
+
+    def squares(self, several: Sequence[float]) -> tuple[Floats, Floats]:
+        """What is left over and what rounding allows of it, for each eps and each weight."""
         eps = np.asarray(several, float)[:, None, None]
         valid = None if self.valid is None else self.valid[None]
         lead = self.lead
         fitted = line(self.normalized(eps), self.y[None], valid, (2,), lead.with_bias, self.fixed)
         allowed = np.broadcast_to(self._allowed(fitted)[..., 0], fitted.left.shape[:2])
-        square = np.square(fitted.left).sum(2)
-        total, worst = square.sum(1) / allowed.sum(1), (square / allowed).max(1)
-        return dict(zip(several, zip(total.tolist(), worst.tolist(), strict=True), strict=True))
+        return np.square(fitted.left).sum(2), allowed
 
     def _allowed(self, fitted: Line) -> Floats:
         """What rounding allows of the squares of what is left over, for each weight."""
@@ -517,11 +551,12 @@ class _Trial:
         known = None if fitted else self.confirmed(fitter, best, (best, best), False)
         if known is not None and not known.fits:
             return known
-        interval = self.interval(best)
-        unbounded = interval[1] == math.inf and (not self.lead.center or fitted)
+        high = self.edge(best, down=False)
+        unbounded = high == math.inf and (not self.lead.center or fitted)
         if unbounded or (fitted and best > 10 * self.middle):
             # So large an eps makes the factor the same for all groups.
             return None
+        interval = self.edge(best, down=True), high
         if fitted:
             around = 0.1 * (interval[1] - interval[0])
             best = roundest(max(best - around, interval[0]), min(best + around, interval[1]))
@@ -554,9 +589,13 @@ class _Trial:
         for step in range(27):  # each leaves a quarter: as far as the digits go
             points = np.linspace(left, right, 9).tolist()
             several = [math.exp(point) for point in points]
-            over = self.ratios(several)
-            at = min(range(9), key=lambda i: over[several[i]][0])
-            best, least = several[at], over[several[at]][0]
+            square, allowed = self.squares(several)
+            over = square.sum(1) / allowed.sum(1)
+            at = int(over.argmin())
+            best, least = several[at], float(over[at])
+            # The first steps are too wide to count on a curvature that hardly changes.
+            if step and none_between(square / allowed):
+                break
             left, right = points[max(at - 1, 0)], points[min(at + 1, 8)]
             if step % 3 == 2:
                 # Near a true eps what is left falls with the square of the distance.
@@ -575,24 +614,38 @@ class _Trial:
         """The outer side of the border, from steps that grow until one does not pass."""
         if down and self.passes(0.0):
             return 0.0
+        steps = self.steps(eps, down=down)
+        inside = outside = eps
+        while inside == outside:
+            several = list(itertools.islice(steps, TOGETHER))
+            if not several:
+                return math.inf
+            inside, outside = self.border(inside, several)
+        for _ in range(2):
+            between = np.linspace(inside, outside, 2 * TOGETHER + 1)[1:].tolist()
+            inside, outside = self.border(inside, between)
+        return outside
+
+    def border(self, inside: float, several: Sequence[float]) -> tuple[float, float]:
+        """The last eps that passes and the first that does not, the last of all where all pass."""
+        found = self.ratios(several)
+        for eps in several:
+            if not found[eps][1] <= 1.0:
+                return inside, eps
+            inside = eps
+        return inside, inside
+
+    def steps(self, eps: float, *, down: bool) -> Iterator[float]:
+        """Values of eps further and further away."""
         limit = self.middle * 1e6
         step = max(eps, self.middle * 1e-12) * 2.0**-50
-        inside = eps
         while True:
             # Below, steps become factors where they would reach zero.
-            outside = eps + step if not down else eps - step if step < eps / 2 else inside / 4
-            if not self.passes(outside):
-                break
-            if outside > limit:
-                return math.inf
-            inside, step = outside, step * 4
-        for _ in range(8):
-            middle = (inside + outside) / 2
-            if self.passes(middle):
-                inside = middle
-            else:
-                outside = middle
-        return outside
+            eps = eps + step if not down else eps - step if step < eps / 2 else eps / 4
+            yield eps
+            if eps > limit:
+                return
+            step *= 4
 
     def refuted(self, eps: float) -> Fit:
         """How near it comes, with weights for the sample alone."""

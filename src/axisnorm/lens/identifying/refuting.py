@@ -17,7 +17,7 @@ from .hypotheses import Sharing, whole
 from .least_squares import line
 from .sampling import COLUMNS, ROWS, number_of, offsets, some
 
-__all__ = ["Lines", "refuted_for_every_eps"]
+__all__ = ["Lines", "none_between", "refuted_for_every_eps"]
 
 SENSITIVITY = 2.0
 """The largest of all formulas: what a variance without its root loses."""
@@ -243,6 +243,23 @@ def refuted_for_every_eps(
             excess = left - SENSITIVITY * math.sqrt(count) * allowed
             found[place, bias] = (told & (excess > 0)).any(1)
     return found
+
+
+def none_between(ratios: Floats) -> bool:
+    """Whether no eps between those tried leaves every weight as little as rounding.
+
+    What is left is nearly a parabola in the logarithm of eps, so between two neighbours it is
+    lower than both by an eighth of its second difference at most. All of it is believed, as the
+    curvature itself changes.
+
+    Args:
+        ratios: what is left over what rounding allows, for each of three or more evenly spaced
+            logarithms of eps, and each weight.
+    """
+    bend = np.abs(np.diff(ratios, 2, axis=0))
+    bend = np.maximum(np.concatenate([bend[:1], bend]), np.concatenate([bend, bend[-1:]]))
+    lower = np.minimum(ratios[:-1], ratios[1:]) - bend
+    return bool((lower > 1.0).any(1).all())
 
 
 def _dot(a: Floats, b: Floats) -> Floats:

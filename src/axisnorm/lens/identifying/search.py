@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from .fit import (
     running_statistics,
     usual_eps,
 )
-from .fitting import with_fitted_weights
+from .fitting import Place, with_fitted_weights
 from .hypotheses import CENTRED, UNCENTRED, Formula, Sharing, distinct_sharings, roundest
 from .maps import maps
 
@@ -52,10 +52,13 @@ NEAREST = 6
 """So many sets of axes that do not fit are looked at, to say how near they come."""
 
 
-def search(pair: Pair, given: Given, *, fitting: bool = True) -> list[Fit]:
+def search(
+    pair: Pair, given: Given, *, fitting: bool = True, only: Collection[Place] | None = None
+) -> list[Fit]:
     """Every hypothesis that fits, and those with fitted weights that came near.
 
     Without fitted weights first: a hypothesis that needs none is simpler than any that does.
+    Weights are fitted in these places alone, where they are told.
     """
     every = distinct_sharings(pair.shape)
     found: list[Fit] = []
@@ -72,7 +75,7 @@ def search(pair: Pair, given: Given, *, fitting: bool = True) -> list[Fit]:
     for affine_of, weight, bias in assignments(pair, given):
         if given.weight is not None and given.bias is not None:
             break
-        found += with_fitted_weights(pair, given, every, affine_of, weight, bias, limit)
+        found += with_fitted_weights(pair, given, every, affine_of, weight, bias, limit, only)
     return found
 
 

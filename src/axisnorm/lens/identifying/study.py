@@ -305,10 +305,12 @@ class Study:
         for own, said in zip(noise.careless(), sentences, strict=False):
             near = min((fit.misfit for fit in self.nearest), default=math.inf)
             far = near * noise.unit > NEARLY * own.unit
-            if fitting and far and not self.pair.cache.get(CARELESS):
+            # Far off, only what was refuted before it was fitted may be nearer than that.
+            only = frozenset(self.pair.cache.get(CARELESS, ())) if far else None
+            if fitting and far and not only:
                 continue
             pair = self.pair.with_noise(own)
-            yield _Found(search(pair, self.given, fitting=fitting), pair, (said,))
+            yield _Found(search(pair, self.given, fitting=fitting, only=only), pair, (said,))
 
     # ---- what fits, in order
 
