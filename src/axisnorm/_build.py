@@ -18,7 +18,12 @@ __all__ = ["native"]
 
 def _torch_openmp() -> str | None:
     """The file of the OpenMP runtime that an installed torch brings, which is not loaded yet."""
-    spec = None if "torch" in sys.modules else find_spec("torch")
+    if "torch" in sys.modules:
+        return None
+    try:
+        spec = find_spec("torch")
+    except ImportError:  # an importer that refuses torch
+        return None
     places = (spec.submodule_search_locations if spec else None) or ()
     files = [str(f) for place in places for f in sorted(Path(place, "lib").glob("libgomp*.so*"))]
     return files[0] if files else None
