@@ -1064,9 +1064,7 @@ def _train_by_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     meaning = as_scheme(scheme)
     y, moments = _differentiable(Inputs(x, weight, bias, mask), meaning)
-    # What running statistics become has no gradient.
-    inputs = Inputs(x.detach(), None, None, mask, running_mean, running_var)
-    moved = _moved(inputs, meaning, reference.moments(inputs.x, meaning, mask=mask))
+    moved = _moved(Inputs(x, None, None, mask, running_mean, running_var), meaning, moments)
     return y, _narrowed(moments, _compute_type(x)), *moved
 
 

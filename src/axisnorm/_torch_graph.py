@@ -86,9 +86,9 @@ def channel_norm(
     else:
         axes = _CHANNELS[kind]
     text = f"{axes}eps={float(eps)!r}"
+    if batch is True and kind == _route.BATCH and x.numel() == x.shape[1]:
+        return None  # an error
     if running_mean is None and running_var is None and batch is True:
-        if kind == _route.BATCH and x.numel() == x.shape[1]:
-            return None  # an error
         return _norm(x, weight, bias, None, text)[0]
     if not isinstance(running_mean, Tensor) or not isinstance(running_var, Tensor):
         return None
@@ -96,8 +96,6 @@ def channel_norm(
         text = f"{text}; statistics=running"
         return _norm(x, weight, bias, None, text, running_mean, running_var)[0]
     if batch is not True or not isinstance(momentum, float) or not -1e300 < momentum < 1e300:
-        return None
-    if kind == _route.BATCH and x.numel() == x.shape[1]:
         return None
     text = f"{text}; momentum={float(momentum)!r}"
     y, _, mean, var = _train(x, weight, bias, None, text, running_mean, running_var)
