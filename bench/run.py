@@ -200,7 +200,7 @@ class Cell:
         if operation.residual:
             more = tensor(4)
         if operation.running:
-            more = (torch.zeros(channels), torch.ones(channels))
+            more = tuple(f(channels, dtype=self.dtype) for f in (torch.zeros, torch.ones))
         calls: dict[str, Call] = {"copy": lambda: copy.copy_(x)}
         if self.direction == "forward":
             calls["axisnorm"] = lambda: operation.own(x, weight, bias, more)
