@@ -10,9 +10,11 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import axisnorm.nn
-from axisnorm.lens.explain import explain, partition
+from axisnorm.lens.explain import explain, named_norms, partition
+from axisnorm.lens.family import unsized
 from axisnorm.scheme import ArgumentError, DtypeError, Scheme
 
 WHICH_MEAN = (2, 3, 4)
@@ -128,6 +130,64 @@ def test_modules(module, shape, groups):
     found = explain(module, shape)
     assert found.num_groups == groups
     assert found.subject == type(module).__name__
+
+
+@pytest.mark.parametrize(
+    ("written", "meant", "shape"),
+    [
+        ("LayerNorm", "... [d]; affine=d", (2, 3, 4)),
+        ("LayerNorm(4)", nn.LayerNorm(4), (2, 3, 4)),
+        ("nn.LayerNorm((3, 4), eps=1e-12)", nn.LayerNorm((3, 4), eps=1e-12), (2, 3, 4)),
+        ("LayerNorm(4, elementwise_affine=False)", "... [d]", (2, 4)),
+        ("torch.nn.RMSNorm(4, 1e-6)", nn.RMSNorm(4, 1e-6), (2, 4)),
+        ("RMSNorm([3, 4], elementwise_affine=False)", "... [s d]; center=false; eps=none", (3, 4)),
+        ("nn.GroupNorm(2, 4)", nn.GroupNorm(2, 4), (2, 4, 3)),
+        ("GroupNorm(2)", nn.GroupNorm(2, 4), (2, 4, 3)),
+        ("GroupNorm(2, 4, affine=False)", "n (g=2 [c]) [...]", (2, 4, 3)),
+        ("LayerNorm2d(4)", "convnext.layer_norm_2d", (2, 4, 3, 3)),
+        ("LayerNorm2d(4, elementwise_affine=False)", "n [c] ...; eps=1e-6", (2, 4, 3)),
+        ("InstanceNorm2d(4)", "n c [...]", (2, 4, 3, 3)),
+        ("InstanceNorm2d(4, affine=True)", "n c [...]; affine=c", (2, 4, 3, 3)),
+        ("BatchNorm1d(4, momentum=0.5)", nn.BatchNorm1d(4, momentum=0.5), (2, 4)),
+        ("BatchNorm2d(4, affine=False)", "[n] c [...]", (2, 4, 3, 3)),
+        ("BatchNorm3d(4).eval()", nn.BatchNorm3d(4).eval(), (2, 4, 3, 3, 3)),
+        ("BatchNorm in eval", "torch.batch_norm.eval", (2, 4)),
+        ("GroupNorm(2, 4).eval()", nn.GroupNorm(2, 4), (2, 4, 3)),
+    ],
+)
+def test_norms_as_models_write_them(written, meant, shape):
+    found, expected = axisnorm.explain(written, shape), axisnorm.explain(meant, shape)
+    assert unsized(found.scheme) == unsized(expected.scheme)
+    assert np.array_equal(found.group_index, expected.group_index)
+    assert found.affine_shape == expected.affine_shape
+
+
+def test_every_norm_that_is_listed_can_be_asked_for():
+    for name, scheme in named_norms((2, 4, 3)):
+        if name.endswith("channels last") or "normalize" in name:
+            continue
+        assert unsized(axisnorm.explain(name, (2, 4, 3)).scheme) == scheme
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("LayerNorm(x)", "arguments are numbers here"),
+        ("LayerNorm(print(1))", "arguments are numbers here"),
+        ("LayerNorm(*[4])", "arguments are numbers here"),
+        ("LayerNorm(4)(x)", "arguments are numbers here"),
+        ("LayerNorm()", "missing a required argument: 'normalized_shape'"),
+        ("LayerNorm(4, epsilon=1e-5)", "unexpected keyword argument 'epsilon'"),
+        ("LayerNorm(5)", "an axis of 5 elements"),
+        ("GroupNorm(3, 4)", "num_groups divides num_channels"),
+        ("GroupNorm(2, 'a')", "A size is a whole number"),
+        ("BatchNorm2d(3)", "an axis of 3 elements"),
+        ("layer_norm", "Did you mean 'torch.layer_norm'"),
+    ],
+)
+def test_constructors_that_cannot_be_read(written, message):
+    with pytest.raises(ArgumentError, match=message):
+        axisnorm.explain(written, (2, 4))
 
 
 def test_functions():

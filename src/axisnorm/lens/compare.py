@@ -166,7 +166,8 @@ def compare(a: Any, b: Any, shape: Any) -> Comparison:
     of axes mean nothing, and neither do the values of a module's parameters.
 
     Args:
-        a: a :class:`~axisnorm.Scheme`, its text, a preset's name, a norm module of ``torch.nn``
+        a: a :class:`~axisnorm.Scheme`, its text, a preset's name, a constructor's call as text
+            (``"GroupNorm(2, 4)"``), a norm module of ``torch.nn``
             or ``axisnorm.nn`` (in its train or eval mode), or one of their functions
             (:func:`functools.partial` gives it arguments).
         b: as a.
@@ -704,7 +705,7 @@ def layout_matters(first: Meaning, last: Meaning) -> bool:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``axisnorm compare``."""
-    parser.add_argument("a", help="a scheme such as '... [d]', or a preset's name")
+    parser.add_argument("a", help="'... [d]', 'GroupNorm(2, 4)' or a preset's name")
     parser.add_argument("b", help="what to compare it with, in the same words")
     parser.add_argument("--shape", required=True, help="the input's shape, as in 2,3,4")
     parser.add_argument(

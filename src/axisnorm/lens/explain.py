@@ -87,7 +87,7 @@ class Explanation(Result):
     scheme: Scheme
     sizes: Sizes
     subject: str
-    """What was asked about, in its own words: a notation, a preset's name, a module's class."""
+    """What was asked about, in its own words: a notation, a preset, a constructor, a class."""
     route: Route
     equivalents: tuple[Equivalent, ...]
     mean: NDArray[np.float64] | None = None
@@ -194,7 +194,8 @@ def explain(subject: Any, shape_or_tensor: Any) -> Explanation:
     """Say which elements share a mean, where weight and bias vary, and what computes the same.
 
     Args:
-        subject: a :class:`~axisnorm.Scheme`, its text, a preset's name, a norm module of
+        subject: a :class:`~axisnorm.Scheme`, its text, a preset's name, a constructor's call as
+            text (``"GroupNorm(2, 4)"``), a norm module of
             ``torch.nn`` or ``axisnorm.nn``, or one of their functions
             (:func:`functools.partial` gives it arguments).
         shape_or_tensor: the input's shape, or the input: then its own means and variances are
@@ -558,7 +559,7 @@ def _with_numbers(explanation: Explanation, tensor: Any, subject: Subject) -> Ex
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``axisnorm explain``."""
-    parser.add_argument("scheme", help="a scheme such as '... [d]', or a preset's name")
+    parser.add_argument("scheme", help="'... [d]', 'GroupNorm(2, 4)' or a preset's name")
     parser.add_argument("shape", help="the input's shape, as in 2,3,4")
     parser.add_argument(
         "--sizes", metavar="NAME=SIZE,...", help="sizes of named axes or their parts, as in g=2,c=4"

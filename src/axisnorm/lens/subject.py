@@ -1,4 +1,4 @@
-"""What explain and compare are asked about: a scheme, a preset's name, a module, a function."""
+"""What explain and compare are asked about: a scheme, a name, a module, a function."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from ..presets import PRESETS
 from ..scheme import ArgumentError, Scheme, as_scheme
+from .constructors import constructed
 from .models.declared import declared_scheme, function_scheme
 
 __all__ = [
@@ -36,7 +37,7 @@ class Subject:
     """One normalization as it was asked about."""
 
     name: str
-    """Its own words: a notation, a preset's name, a module's class, a function's name."""
+    """Its own words: a notation, a preset, a constructor, a module's class, a function."""
     scheme: Scheme
     weight: Any = None
     bias: Any = None
@@ -52,7 +53,7 @@ def read_subject(subject: Any, shape: tuple[int, ...], asker: str = "explain") -
     """Read what one of the lens's functions was given.
 
     Args:
-        subject: a Scheme, its text, a preset's name, a module or a function.
+        subject: a Scheme, its text, a preset's name, a constructor's call, a module or a function.
         shape: of its input.
         asker: the function's name, for messages.
 
@@ -146,15 +147,19 @@ def _arguments(subject: Any, asker: str) -> tuple[Any, dict[str, Any]]:
 def known_scheme(subject: Scheme | str) -> Scheme:
     """The scheme, with a word for presets whose names are not quite right."""
     name = subject.strip() if isinstance(subject, str) else ""
+    found = constructed(name)
+    if found is not None:
+        return found
     if re.fullmatch(r"\w+(\.\w+)*", name) and name not in PRESETS:
         # Names are compared without their library too: 'layernorm' is near 'layer_norm'.
-        near = difflib.get_close_matches(name, PRESETS, n=2)
+        near = [f"torch.{name}"] if f"torch.{name}" in PRESETS else []
+        near = near or difflib.get_close_matches(name, PRESETS, n=2)
         last = {preset.split(".", 1)[1]: preset for preset in reversed(list(PRESETS))}
         near = near or [last[word] for word in difflib.get_close_matches(name, last, n=2)]
         meant = " or ".join(f"'{preset}'" for preset in near)
         remedy = f"Did you mean {meant}?" if meant else "axisnorm.PRESETS lists them."
         raise ArgumentError(
-            "A scheme has brackets, or is a preset's name. "
+            "A norm is a notation with brackets, a constructor's call or a preset's name. "
             f"There is no such preset as '{name}'. {remedy}"
         )
     return as_scheme(subject)
