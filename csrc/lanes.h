@@ -151,7 +151,8 @@ template <class T> struct OfLanes {
   }
 
   NOINLINE void count(const Place &at, Unit &u) const {
-    for (int64_t j = 0; j < u.pitch; j++) u.count[j] = task.mask ? 0 : (double)nest.group_size;
+    for (int64_t j = 0; j < u.pitch; j++)
+      u.count[j] = task.mask || j >= u.lanes ? 0 : (double)nest.group_size;
     if (!task.mask) return;
     every_step(at, [&](const Place &p) {
       const unsigned char *m = mask(p);
@@ -193,9 +194,10 @@ template <class T> struct OfLanes {
     return any;
   }
   void take_given_lanes(const Place &at, Unit &u) const {
-    for (int64_t j = 0; j < u.lanes; j++)
-      u.unsafe[j] = !take_given(task, at.at[RUNNING] + j / nest.fold * nest.running_step, u.hi[j],
-                                u.lo[j], u.rstd[j]);
+    int64_t channel = at.at[RUNNING];
+    for (int64_t j = 0; j < u.lanes; j += nest.fold, channel += nest.running_step)
+      for (int64_t i = j; i < j + nest.fold; i++)
+        u.unsafe[i] = !take_given(task, channel, u.hi[i], u.lo[i], u.rstd[i]);
   }
 
   // ---- forward
@@ -350,41 +352,53 @@ template <class T> struct OfLanes {
       }
     }
     double *var = u.part(0, 4);
-    const double eps = job.eps, correction = task.correction;
-    int32_t unsafe = 0;
-    for (int64_t j = 0; j < u.lanes; j++) {
-      const double n = u.count[j] > 0 ? u.count[j] : 1, free = u.count[j] - correction;
-      const double lo = s[j] / n;
-      double squares = q[j] - s[j] * lo;
-      squares = squares < 0 ? 0 : squares;
-      var[j] = squares / (free > 0 ? free : 1);
-      const double v = var[j] + eps;
-      const double rstd = v == 0 ? 0 : 1 / __builtin_sqrt(v);
-      u.lo[j] = (C)lo;
-      u.rstd[j] = (C)rstd;
+    const bool unsafe = settle_lanes(u, s, q, var);
+    for (int64_t j = 0; unsafe && j < u.lanes; j += nest.fold) {
+      if (!u.unsafe[j]) continue;
+      const Exact<T> exact = exact_group<T>(task, at, j, nest.fold, u.count[j]);
+      exact.save(&u.hi[j], &u.lo[j], &u.rstd[j]);
+      var[j] = exact.var;
     }
-    for (int64_t j = 0; j < u.lanes; j++) {
-      const C hi = u.hi[j] = u.k[j];
-      const bool redo = !finite(var[j]) || (u.rstd[j] < least_normal<C> && u.rstd[j] >= 0) ||
-                        (var[j] < tiny<C> && eps < tiny<C>) ||
-                        (center && !(mean_is_safe<C>(hi, u.lo[j]) && (u.lo[j] != 0 || s[j] == 0)));
-      u.unsafe[j] = redo && u.count[j] > 0;
-      unsafe |= u.unsafe[j];
-    }
-    for (int64_t j = 0; j < u.lanes; j += nest.fold) {
-      C hi = u.hi[j], lo = u.lo[j], rstd = u.rstd[j];
-      double v = var[j];
-      if (u.unsafe[j]) {
-        const Exact<T> exact = exact_group<T>(task, at, j, nest.fold, u.count[j]);
-        exact.save(&hi, &lo, &rstd);
-        v = exact.var;
-      }
-      save_statistics(task, at.at[STATS] + j / nest.fold * nest.stats_step, hi, lo, rstd, v,
-                      u.count[j]);
-    }
+    save_lanes(at, u, var);
     take_out_unsafe(u);
     u.repair = unsafe;
     return unsafe ? 2 : 0;
+  }
+
+  // hi, lo, rstd and the variance of each lane from the sums around k; whether some are unsafe.
+  // As settle, a vector of lanes at a time.
+  NOINLINE bool settle_lanes(Unit &u, const double *s, const double *q, double *var) const {
+    constexpr int D = lanes<double>;
+    const vd zero = {}, one = broadcast(1.0);
+    const bool little = job.eps < tiny<C>;
+    vl any = {};
+    for (int64_t j = 0; j < round_up(u.lanes, D); j += D) {
+      const vd sum = load(s + j), count = load(u.count + j), free = count - task.correction;
+      const vd mean = sum / (count > zero ? count : one);
+      const vd squares = load(q + j) - sum * mean;
+      const vd v = (squares < zero ? zero : squares) / (free > zero ? free : one);
+      const vd deviation = square_root(v + job.eps);
+      const vd hi = store_rounded(u.hi + j, load_as_double(u.k + j));
+      const vd lo = store_rounded(u.lo + j, mean);
+      const vd rstd = store_rounded(u.rstd + j, deviation == zero ? zero : one / deviation);
+      store(var + j, v);
+      vl redo = (v - v != zero) | ((rstd < (double)least_normal<C>) & (rstd >= zero));
+      if (little) redo |= v < tiny<C>;
+      if (center)
+        redo |= ((magnitude(hi + lo) < tiny<C>) & ((hi != zero) | (lo != zero))) |
+                ((lo == zero) & (sum != zero));
+      redo &= count > zero;
+      any |= redo;
+      for (int i = 0; i < D; i++) u.unsafe[j + i] = redo[i] != 0;
+    }
+    for (int i = 1; i < D; i++) any[0] |= any[i];
+    return any[0] != 0;
+  }
+
+  void save_lanes(const Place &at, const Unit &u, const double *var) const {
+    int64_t index = at.at[STATS];
+    for (int64_t j = 0; j < u.lanes; j += nest.fold, index += nest.stats_step)
+      save_statistics(task, index, u.hi[j], u.lo[j], u.rstd[j], var[j], u.count[j]);
   }
 
   static bool measure_together(const Place *, Unit *const *) { return false; }
@@ -490,13 +504,14 @@ template <class T> struct OfLanes {
     if (task.running_mean) {
       take_given_lanes(at, u);
     } else {
-      for (int64_t j = 0; j < u.lanes; j++) {
-        const C *stats = (const C *)job.stats + at.at[STATS] + j / nest.fold * nest.stats_step;
-        u.hi[j] = stats[0];
-        u.lo[j] = stats[nest.groups];
-        u.rstd[j] = stats[2 * nest.groups];
-        u.unsafe[j] = u.count[j] > 0 && !saved_is_safe(u.hi[j], u.lo[j], u.rstd[j]);
-      }
+      const C *stats = (const C *)job.stats + at.at[STATS];
+      for (int64_t j = 0; j < u.lanes; j += nest.fold, stats += nest.stats_step)
+        for (int64_t i = j; i < j + nest.fold; i++) {
+          u.hi[i] = stats[0];
+          u.lo[i] = stats[nest.groups];
+          u.rstd[i] = stats[2 * nest.groups];
+          u.unsafe[i] = u.count[i] > 0 && !saved_is_safe(u.hi[i], u.lo[i], u.rstd[i]);
+        }
     }
     u.repair = take_out_unsafe(u);
     if (task.mask) return sample_masked(at, u);
@@ -695,20 +710,28 @@ template <class T> struct OfLanes {
     if (own && !task.mask) {
       // From grad to grad * weight; for the first element as the derivative rounds it.
       for (int64_t j = 0; j < u.lanes; j++) {
-        const C gw = u.first[j] * w[j], group = u.first[j / nest.fold * nest.fold] *
-                                                w[j / nest.fold * nest.fold];
+        const int64_t first = nest.fold > 1 ? j / nest.fold * nest.fold : j;
+        const C gw = u.first[j] * w[j], group = u.first[first] * w[first];
         s1[j] = (double)w[j] * s1[j] + ((double)gw - (double)group) * steps;
         s2[j] = (double)w[j] * s2[j];
       }
-      for (int64_t j = u.lanes - 1; j >= 0; j--)
-        u.first[j] = u.first[j / nest.fold * nest.fold] * w[j / nest.fold * nest.fold];
+      for (int64_t j = u.lanes - 1; j >= 0; j--) {
+        const int64_t first = nest.fold > 1 ? j / nest.fold * nest.fold : j;
+        u.first[j] = u.first[first] * w[first];
+      }
     }
     fold(s1, u.lanes);
     fold(s2, u.lanes);
+    constexpr int D = lanes<double>;
+    const vd zero = {}, one = broadcast(1.0);
+    for (int64_t j = 0; j < round_up(u.lanes, D); j += D) {
+      const vd count = load(u.count + j), free = count - task.correction;
+      const vd mean = load_as_double(u.first + j) + load(s1 + j) / (count > zero ? count : one);
+      const vd slope = load(s2 + j) / (free > zero ? free : one);
+      store_rounded(u.mean + j, center ? -mean : zero);
+      store_rounded(u.slope + j, -slope);
+    }
     for (int64_t j = 0; j < u.lanes; j++) {
-      const double n = u.count[j] > 0 ? u.count[j] : 1, free = u.count[j] - task.correction;
-      u.mean[j] = center ? -(C)((double)u.first[j] + s1[j] / n) : C(0);
-      u.slope[j] = -(C)(s2[j] / (free > 0 ? free : 1));
       u.redo[j] = u.unsafe[j] || !finite(u.mean[j]) || !finite(u.slope[j]);
       u.repair |= u.redo[j];
     }

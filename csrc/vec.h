@@ -295,6 +295,43 @@ INLINE void store(double *p, vd v, int64_t k) {
 #endif
 #endif
 
+// ---- doubles that are kept in the compute type
+
+typedef float vg __attribute__((vector_size(VB / 2)));  // as many floats as a vd has lanes
+
+INLINE vd load_as_double(const double *p) { return load(p); }
+INLINE vd load_as_double(const float *p) {
+  vg v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, vd);
+}
+// Stores v, and returns what stands there then.
+INLINE vd store_rounded(double *p, vd v) {
+  store(p, v);
+  return v;
+}
+INLINE vd store_rounded(float *p, vd v) {
+  const vg rounded = __builtin_convertvector(v, vg);
+  memcpy(p, &rounded, sizeof rounded);
+  return __builtin_convertvector(rounded, vd);
+}
+
+INLINE vd square_root(vd v) {
+#if defined(__AVX512F__)
+  return (vd)_mm512_sqrt_pd((__m512d)v);
+#elif defined(__AVX__)
+  return (vd)_mm256_sqrt_pd((__m256d)v);
+#elif defined(__SSE2__)
+  return (vd)_mm_sqrt_pd((__m128d)v);
+#elif defined(__aarch64__)
+  return (vd)vsqrtq_f64((float64x2_t)v);
+#else
+  for (int j = 0; j < lanes<double>; j++) v[j] = __builtin_sqrt(v[j]);
+  return v;
+#endif
+}
+INLINE vd magnitude(vd v) { return (vd)((vl)v & INT64_MAX); }
+
 // ---- sums
 
 // The lower and the upper half of the lanes, in double.
