@@ -14,8 +14,9 @@ constexpr int64_t STEPS = 128;  // of a part of lanes
 // Lanes of a tile: many, so that each step is a long run of memory, but a tile has to fit into the L2
 // cache.
 constexpr int64_t FEWEST = 128, MOST = 1024, TILE = 262144;  // the last one in elements
-// Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay.
-constexpr int64_t SHORT = 32, ENOUGH = 8;
+// Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay:
+// half as many as a line has elements, too.
+constexpr int64_t SHORT = 512, ENOUGH = 8;
 // Rows from this length on are shared among threads, if there are few.
 constexpr int64_t LONG = 65536;
 
@@ -163,8 +164,8 @@ Plan make_plan(const Problem &problem) {
     }
     const unsigned tensors = 1u << X | 1u << Y | 1u << GRAD | 1u << DX | 1u << MASK;
     const bool lane_affine = groups.affine || last.affine;
-    if (steps >= ENOUGH && !(outer_affine && any_affine) && continues(groups, last, tensors) &&
-        groups.loop.size * last.loop.size <= 65536) {
+    if (steps >= std::max(ENOUGH, last.loop.size / 2) && !(outer_affine && any_affine) &&
+        continues(groups, last, tensors) && groups.loop.size * last.loop.size <= 65536) {
       nest.lanes = 1;
       nest.fold = last.loop.size;
       nest.per_element = lane_affine;
