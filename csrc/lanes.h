@@ -428,8 +428,11 @@ template <class T> struct OfLanes {
   // wait for stores to y whose addresses end in the same 12 bits: twice as slow.
   template <bool PerElement, bool Mixed>
   NOINLINE void apply_chunks(const Place &at, const Unit &u, int64_t part) const {
-    const bool given = task.running_mean && !rounded, streamed = job.streamed;
     each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+      // Here, in registers: beside the stores it would be read again for each vector.
+      const bool given = task.running_mean && !rounded, rounds = rounded;
+      const bool streamed = job.streamed;
+      const int64_t ahead = u.ahead;
       each_block<W, FEW>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                       __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
@@ -461,7 +464,7 @@ template <class T> struct OfLanes {
               w[j] = broadcast(weight[p.at[AFFINE]]);
               b[j] = broadcast(bias[p.at[AFFINE]]);
             }
-            if (u.ahead) fetch(v + j * W + u.ahead);
+            if (ahead) fetch(v + j * W + ahead);
             const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - hi[j];
             V r;
             if (given) {
@@ -469,7 +472,7 @@ template <class T> struct OfLanes {
               r = fma(d, rstd[j] * w[j], fma(shift[j], w[j], b[j]));
             } else {
               r = fma(d, rstd[j], shift[j]);
-              if (can_round<T> && rounded) r = round_as<T>(r);
+              if (can_round<T> && rounds) r = round_as<T>(r);
               r = fma(r, w[j], b[j]);
             }
             if (last) store(y + j * W, r, tail);
@@ -569,6 +572,7 @@ template <class T> struct OfLanes {
     // share the sums of a step.
     constexpr int MANY = PerElement ? FEW : AT_ONCE;
     each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+      const bool rounds = rounded;
       each_block<W, MANY>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                        __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
@@ -600,8 +604,8 @@ template <class T> struct OfLanes {
             const V gw = PerElement ? gj : gj * w;
             a1[j] += gw - first[j];
             a2[j] = fma(vj, gw, a2[j]);
-            if (can_round<T> && rounded) vj = round_as<T>(vj);
-            if (Third && rounded) a3[j] = fma(vj, gj, a3[j]);
+            if (can_round<T> && rounds) vj = round_as<T>(vj);
+            if (Third && rounds) a3[j] = fma(vj, gj, a3[j]);
             if (AtOnce) {
               const V derivative = gj * factor[j] * rstd[j];
               T *dx = (T *)job.dx + p.at[DX] + lane + j * W;
@@ -621,7 +625,7 @@ template <class T> struct OfLanes {
         for (int j = 0; j < B; j++) {
           add_to(s1 + lane + j * W, a1[j]);
           add_to(s2 + lane + j * W, a2[j]);
-          if (Third && rounded) add_to(s3 + lane + j * W, a3[j]);
+          if (Third && rounds) add_to(s3 + lane + j * W, a3[j]);
         }
       });
     });
@@ -781,8 +785,9 @@ template <class T> struct OfLanes {
   // As apply_chunks.
   template <bool PerElement, bool Mixed>
   NOINLINE void differentiate_chunks(const Place &at, const Unit &u, int64_t part) const {
-    const bool streamed = job.streamed;
     each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+      const bool streamed = job.streamed;
+      const int64_t ahead = u.ahead;
       each_block<W, FEW>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                       __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
@@ -809,7 +814,7 @@ template <class T> struct OfLanes {
             const bool last = Partial && j == B - 1;
             if (Mixed) w[j] = read(weight + p.at[AFFINE], j);
             else if (!Own) w[j] = broadcast(weight[p.at[AFFINE]]);
-            if (u.ahead) fetch(v + j * W + u.ahead), fetch(g + j * W + u.ahead);
+            if (ahead) fetch(v + j * W + ahead), fetch(g + j * W + ahead);
             const V gw = (last ? load(g + j * W, tail) : load(g + j * W)) * w[j];
             const V xhat = fma((last ? load(v + j * W, tail) : load(v + j * W)) - hi[j], rstd[j],
                                shift[j]);
