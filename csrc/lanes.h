@@ -127,18 +127,22 @@ template <class T> struct OfLanes {
               [&](const Place &p, int64_t) __attribute__((always_inline)) { f(p); });
   }
 
-  // f(places, steps) for LANE_BLOCK steps of a part at a time: so few that what is read of each is
-  // still near when the next lanes of it are.
+  // f(place, loop, steps) for up to LANE_BLOCK steps of a part at a time, which follow each other along
+  // the loop: so few that what is read of each is still near when the next lanes of it are.
   template <class F> INLINE void each_chunk(const Place &at, int64_t part, const F &f) const {
-    Place places[LANE_BLOCK];
-    int64_t steps = 0;
-    each_step(at, part, [&](const Place &p) __attribute__((always_inline)) {
-      places[steps] = p;
-      if (++steps < LANE_BLOCK) return;
-      f(places, steps);
-      steps = 0;
-    });
-    if (steps) f(places, steps);
+    const Lines &lines = nest.applied;
+    const int64_t begin = part * lines.per_part;
+    each_run(lines, at, begin, smaller(lines.count, begin + lines.per_part),
+             [&](Place &p, int64_t i, int64_t stop, const Loop &along)
+                 __attribute__((always_inline)) {
+               for (;;) {
+                 const int64_t steps = smaller(LANE_BLOCK, stop - i);
+                 f(p, along, steps);
+                 i += steps;
+                 advance(p, along, i == stop ? steps - 1 : steps);
+                 if (i == stop) break;
+               }
+             });
   }
 
   // Adds up the lanes of a group and gives each of them the sum.
@@ -282,15 +286,16 @@ template <class T> struct OfLanes {
     double *s_rest = u.part(part, 2), *q_rest = u.part(part, 3);
     memset(s, 0, (size_t)u.pitch * (same<C, float> ? 2 : 4) * sizeof *s);
     if (task.mask) return sum_masked(at, u, part);
-    each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+    each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
+                             __attribute__((noinline)) {
       each_block<W>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                  __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value;
         V k[B], sums[B] = {}, squares[B] = {};
         for (int j = 0; j < B; j++) k[j] = load(u.k + lane + j * W);
-        for (int64_t step = 0; step < steps; step++) {
-          const T *v = x(places[step]) + lane;
+        const T *v = x(p) + lane;
+        for (int64_t step = 0; step < steps; step++, v += along.step[X]) {
 #pragma GCC unroll 8
           for (int j = 0; j < B; j++) {
             const bool last = Partial && j == B - 1;
@@ -428,11 +433,13 @@ template <class T> struct OfLanes {
   // wait for stores to y whose addresses end in the same 12 bits: twice as slow.
   template <bool PerElement, bool Mixed>
   NOINLINE void apply_chunks(const Place &at, const Unit &u, int64_t part) const {
-    each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+    each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
+                             __attribute__((noinline)) {
       // Here, in registers: beside the stores it would be read again for each vector.
       const bool given = task.running_mean && !rounded, rounds = rounded;
       const bool streamed = job.streamed;
-      const int64_t ahead = u.ahead;
+      const int64_t ahead = u.ahead, x_step = along.step[X], y_step = along.step[Y];
+      const int64_t affine_step = along.step[AFFINE];
       each_block<W, FEW>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                       __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
@@ -446,23 +453,23 @@ template <class T> struct OfLanes {
           shift[j] = load(u.shift + lane + j * W);
           rstd[j] = load(u.rstd + lane + j * W);
           if (!Own) continue;
-          w[j] = read(weight + places->at[AFFINE], j);
-          b[j] = read(bias + places->at[AFFINE], j);
+          w[j] = read(weight + p.at[AFFINE], j);
+          b[j] = read(bias + p.at[AFFINE], j);
         }
+        const T *v = x(p) + lane;
+        T *y = (T *)job.y + p.at[Y] + lane;
+        const C *ws = weight + p.at[AFFINE], *bs = bias + p.at[AFFINE];
         for (int64_t step = 0; step < steps; step++) {
-          const Place &p = places[step];
-          const T *v = x(p) + lane;
-          T *y = (T *)job.y + p.at[Y] + lane;
           const bool past = streamed && can_stream(y);
 #pragma GCC unroll 8
           for (int j = 0; j < B; j++) {
             const bool last = Partial && j == B - 1;
             if (Mixed) {
-              w[j] = read(weight + p.at[AFFINE], j);
-              b[j] = read(bias + p.at[AFFINE], j);
+              w[j] = read(ws, j);
+              b[j] = read(bs, j);
             } else if (!Own) {
-              w[j] = broadcast(weight[p.at[AFFINE]]);
-              b[j] = broadcast(bias[p.at[AFFINE]]);
+              w[j] = broadcast(*ws);
+              b[j] = broadcast(*bs);
             }
             if (ahead) fetch(v + j * W + ahead);
             const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - hi[j];
@@ -478,6 +485,7 @@ template <class T> struct OfLanes {
             if (last) store(y + j * W, r, tail);
             else write(y + j * W, r, past);
           }
+          v += x_step, y += y_step, ws += affine_step, bs += affine_step;
         }
       });
     });
@@ -571,8 +579,11 @@ template <class T> struct OfLanes {
     // With weights of their own a few lanes have all their constants in registers; else many lanes
     // share the sums of a step.
     constexpr int MANY = PerElement ? FEW : AT_ONCE;
-    each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+    each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
+                             __attribute__((noinline)) {
       const bool rounds = rounded;
+      const int64_t x_step = along.step[X], grad_step = along.step[GRAD];
+      const int64_t dx_step = along.step[DX], affine_step = along.step[AFFINE];
       each_block<W, MANY>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                        __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
@@ -589,12 +600,13 @@ template <class T> struct OfLanes {
           hi[j] = read(u.hi, j);
           shift[j] = read(u.shift, j);
           rstd[j] = read(u.rstd, j);
-          if (AtOnce) factor[j] = read(weight + places->at[AFFINE], j);
+          if (AtOnce) factor[j] = read(weight + p.at[AFFINE], j);
         }
+        const T *v = x(p) + lane, *g = grad(p) + lane;
+        T *dx = AtOnce ? (T *)job.dx + p.at[DX] + lane : nullptr;
+        int64_t affine = p.at[AFFINE];
         for (int64_t step = 0; step < steps; step++) {
-          const Place &p = places[step];
-          const T *v = x(p) + lane, *g = grad(p) + lane;
-          const V w = PerElement ? V{} : broadcast(weight[p.at[AFFINE]]);
+          const V w = PerElement ? V{} : broadcast(weight[affine]);
           V by_weight = {}, by_bias = {};
 #pragma GCC unroll 8
           for (int j = 0; j < B; j++) {
@@ -608,9 +620,8 @@ template <class T> struct OfLanes {
             if (Third && rounds) a3[j] = fma(vj, gj, a3[j]);
             if (AtOnce) {
               const V derivative = gj * factor[j] * rstd[j];
-              T *dx = (T *)job.dx + p.at[DX] + lane + j * W;
-              if (last) store(dx, derivative, tail);
-              else store(dx, derivative);
+              if (last) store(dx + j * W, derivative, tail);
+              else store(dx + j * W, derivative);
             }
             if (!PerElement) {
               by_weight = j ? fma(vj, gj, by_weight) : vj * gj;
@@ -618,9 +629,11 @@ template <class T> struct OfLanes {
             }
           }
           if (!PerElement && for_weight) {
-            add_to(for_weight + p.at[AFFINE] * 16, by_weight);
-            add_to(for_bias + p.at[AFFINE] * 16, by_bias);
+            add_to(for_weight + affine * 16, by_weight);
+            add_to(for_bias + affine * 16, by_bias);
           }
+          v += x_step, g += grad_step, affine += affine_step;
+          if (AtOnce) dx += dx_step;
         }
         for (int j = 0; j < B; j++) {
           add_to(s1 + lane + j * W, a1[j]);
@@ -785,9 +798,11 @@ template <class T> struct OfLanes {
   // As apply_chunks.
   template <bool PerElement, bool Mixed>
   NOINLINE void differentiate_chunks(const Place &at, const Unit &u, int64_t part) const {
-    each_chunk(at, part, [&](const Place *places, int64_t steps) __attribute__((noinline)) {
+    each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
+                             __attribute__((noinline)) {
       const bool streamed = job.streamed;
-      const int64_t ahead = u.ahead;
+      const int64_t ahead = u.ahead, x_step = along.step[X], grad_step = along.step[GRAD];
+      const int64_t dx_step = along.step[DX], affine_step = along.step[AFFINE];
       each_block<W, FEW>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
                                       __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
@@ -802,18 +817,18 @@ template <class T> struct OfLanes {
           rstd[j] = load(u.rstd + lane + j * W);
           mean[j] = load(u.mean + lane + j * W);
           slope[j] = load(u.slope + lane + j * W);
-          if (Own) w[j] = read(weight + places->at[AFFINE], j);
+          if (Own) w[j] = read(weight + p.at[AFFINE], j);
         }
+        const T *v = x(p) + lane, *g = grad(p) + lane;
+        T *dx = (T *)job.dx + p.at[DX] + lane;
+        const C *ws = weight + p.at[AFFINE];
         for (int64_t step = 0; step < steps; step++) {
-          const Place &p = places[step];
-          const T *v = x(p) + lane, *g = grad(p) + lane;
-          T *dx = (T *)job.dx + p.at[DX] + lane;
           const bool past = streamed && can_stream(dx);
 #pragma GCC unroll 8
           for (int j = 0; j < B; j++) {
             const bool last = Partial && j == B - 1;
-            if (Mixed) w[j] = read(weight + p.at[AFFINE], j);
-            else if (!Own) w[j] = broadcast(weight[p.at[AFFINE]]);
+            if (Mixed) w[j] = read(ws, j);
+            else if (!Own) w[j] = broadcast(*ws);
             if (ahead) fetch(v + j * W + ahead), fetch(g + j * W + ahead);
             const V gw = (last ? load(g + j * W, tail) : load(g + j * W)) * w[j];
             const V xhat = fma((last ? load(v + j * W, tail) : load(v + j * W)) - hi[j], rstd[j],
@@ -822,6 +837,7 @@ template <class T> struct OfLanes {
             if (last) store(dx + j * W, r, tail);
             else write(dx + j * W, r, past);
           }
+          v += x_step, g += grad_step, dx += dx_step, ws += affine_step;
         }
       });
     });

@@ -29,10 +29,11 @@ inline void seek(Place &p, const Loop *loop, int loops, int64_t index) {
   }
 }
 
-// f(place, index) for the lines [begin, end), in order.
-template <class F>
-INLINE void each_line(const Lines &lines, const Place &start, int64_t begin, int64_t end,
-                      const F &f) {
+// run(place, index, stop, loop) for the lines [begin, end), in order: those from index to stop follow
+// each other along the loop. It leaves the place at the last one.
+template <class Run>
+INLINE void each_run(const Lines &lines, const Place &start, int64_t begin, int64_t end,
+                     const Run &run) {
   if (begin >= end) return;
   Place p = start;
   const int inner = lines.loops > 1 ? lines.loops - 1 : 0;
@@ -46,12 +47,9 @@ INLINE void each_line(const Lines &lines, const Place &start, int64_t begin, int
   index[0] = rest;
   if (rest) advance(p, lines.loop[0], rest);
   for (int64_t i = begin;;) {
-    // Along the innermost loop there is nothing to look at but where it ends.
-    for (const int64_t stop = inner ? smaller(end, i + along.size - index[inner]) : end;;) {
-      f(p, i);
-      if (++i == stop) break;
-      advance(p, along, 1);
-    }
+    const int64_t stop = inner ? smaller(end, i + along.size - index[inner]) : end;
+    run(p, i, stop, along);
+    i = stop;
     if (i == end) return;
     advance(p, along, 1 - along.size);
     index[inner] = 0;
@@ -62,6 +60,22 @@ INLINE void each_line(const Lines &lines, const Place &start, int64_t begin, int
       index[l] = 0;
     }
   }
+}
+
+// f(place, index) for the lines [begin, end), in order.
+template <class F>
+INLINE void each_line(const Lines &lines, const Place &start, int64_t begin, int64_t end,
+                      const F &f) {
+  each_run(lines, start, begin, end,
+           [&](Place &p, int64_t i, int64_t stop, const Loop &along)
+               __attribute__((always_inline)) {
+             // Along a loop there is nothing to look at but where it ends.
+             for (;;) {
+               f(p, i);
+               if (++i == stop) break;
+               advance(p, along, 1);
+             }
+           });
 }
 
 // One part of the lines of a unit: f(place, line, first element, elements).
