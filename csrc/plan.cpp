@@ -13,10 +13,9 @@ constexpr int64_t PART = 32768;
 constexpr int64_t STEPS = 128;  // of a part of lanes
 // Lanes of a tile: many, so that each step is a long run of memory, but a tile has to fit into the L2
 // cache.
-constexpr int64_t FEWEST = 128, MOST = 1024, TILE = 262144;  // the last one in elements
-// Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay:
-// half as many as a line has elements, too.
-constexpr int64_t SHORT = 512, ENOUGH = 8;
+constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096, TILE = 262144;  // the last one in elements
+// Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay.
+constexpr int64_t SHORT = 32, ENOUGH = 8, LONGER = 512;
 // Rows from this length on are shared among threads, if there are few.
 constexpr int64_t LONG = 65536;
 
@@ -153,7 +152,7 @@ Plan make_plan(const Problem &problem) {
   nest.lanes = !last.reduced;
   nest.per_element = last.affine;
   bool expand = false;
-  if (last.reduced && last.loop.size < SHORT && count > 1 && !dims[count - 2].reduced) {
+  if (last.reduced && last.loop.size < LONGER && count > 1 && !dims[count - 2].reduced) {
     // GroupNorm in channels_last, BatchNorm of tiny maps: lanes that share a group.
     const Dimension &groups = dims[count - 2];
     int64_t steps = 1;
@@ -164,8 +163,11 @@ Plan make_plan(const Problem &problem) {
     }
     const unsigned tensors = 1u << X | 1u << Y | 1u << GRAD | 1u << DX | 1u << MASK;
     const bool lane_affine = groups.affine || last.affine;
-    if (steps >= std::max(ENOUGH, last.loop.size / 2) && !(outer_affine && any_affine) &&
-        continues(groups, last, tensors) && groups.loop.size * last.loop.size <= 65536) {
+    // Longer lines want more steps, and fewer where each element of them has a weight of its own.
+    const int64_t size = last.loop.size;
+    const int64_t enough = size < SHORT ? ENOUGH : last.affine ? size / 2 : 8 * size;
+    if (steps >= enough && !(outer_affine && any_affine) && continues(groups, last, tensors) &&
+        groups.loop.size * size <= 65536) {
       nest.lanes = 1;
       nest.fold = last.loop.size;
       nest.per_element = lane_affine;
@@ -188,11 +190,14 @@ Plan make_plan(const Problem &problem) {
     // which gains more than staying in the L2 cache: a third of BatchNorm in channels_last.
     const bool dense = nest.width <= MOST && outer_end > dims && outer_end[-1].reduced &&
                        outer_end[-1].loop.step[X] == nest.width;
-    const int64_t most = nest.fold > 1 || dense ? nest.width
-                                                : std::clamp(TILE / steps / 64 * 64, FEWEST, MOST);
+    // A group lies in one tile.
+    const int64_t whole = nest.fold > 1 ? nest.fold : 64;
+    const int64_t most =
+        nest.fold > 1 ? std::max(WIDEST, whole)
+                      : dense ? nest.width : std::clamp(TILE / steps / 64 * 64, FEWEST, MOST);
     nest.tiles = (nest.width + most - 1) / most;
     const int64_t even = (nest.width + nest.tiles - 1) / nest.tiles;
-    nest.tile = nest.tiles > 1 ? (even + 63) / 64 * 64 : nest.width;
+    nest.tile = nest.tiles > 1 ? (even + whole - 1) / whole * whole : nest.width;
     nest.tiles = (nest.width + nest.tile - 1) / nest.tile;
     if (expand) {
       // One element a lane: dimensions without a weight are gathered with step 0.
