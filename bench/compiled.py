@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from run import BLOCK, RESULTS, Call, block, machine
+from run import RESULTS
 from torch import Tensor, nn
 
 import axisnorm
+from axisnorm.lens.timing import Call, machine, race
 
 DEPTH = 4
 
@@ -81,19 +81,6 @@ def calls(make: Callable[[Any], Made], training: bool) -> dict[str, Call]:
     return found
 
 
-def race(found: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median seconds of each call."""
-    counts = {}
-    for name, call in found.items():
-        for _ in range(3):
-            call()
-        counts[name] = max(1, int(BLOCK / block(call, 3)))
-    times = [
-        {name: block(call, counts[name]) for name, call in found.items()} for _ in range(rounds)
-    ]
-    return {name: statistics.median(t[name] for t in times) for name in found}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -115,9 +102,8 @@ def main() -> None:
             continue
         for training in (False, True):
             torch.compiler.reset()
-            micros = {
-                n: round(t * 1e6, 1) for n, t in race(calls(make, training), options.rounds).items()
-            }
+            found = race(calls(make, training), options.rounds)
+            micros = {name: round(found.seconds(name).median * 1e6, 1) for name in names}
             mode = "training" if training else "inference"
             results.append({"model": model, "mode": mode, **micros})
             out.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -32,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from run import BLOCK, block, machine, others_cpu
 from torch import Tensor
 
 import axisnorm
+from axisnorm.lens.timing import BLOCK, Call, block, machine, undisturbed
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((1, 768), (8, 768), (128, 768), (4096, 768), (8192, 1024), (16384, 4096))
@@ -46,7 +45,6 @@ TOLERANCE = 1e-4
 # which takes longer where others use the cores too.
 PAUSE = 0.03  # seconds, at least
 
-Call = Callable[[], Any]
 Calls = dict[str, Call]
 """Variants of one peer; the fastest is raced."""
 
@@ -386,21 +384,12 @@ def race(
 ) -> tuple[dict[str, float], dict[str, float], int]:
     """Median seconds of each, median ratios peer / axisnorm, and the rounds thrown away."""
     counts = settled_counts(contestants)
-    kept: list[dict[str, float]] = []
-    noisy: list[dict[str, float]] = []
-    while len(kept) < rounds and len(noisy) < 3 * rounds:
-        before, start = others_cpu(), time.perf_counter()
-        times = one_round(contestants, counts)
-        disturbed = others_cpu() - before > 0.02 + 0.04 * (time.perf_counter() - start)
-        (noisy if disturbed else kept).append(times)
-    used = kept if len(kept) >= 3 else kept + noisy
-    medians = {name: statistics.median(t[name] for t in used) for name in contestants}
+    found = undisturbed(lambda: one_round(contestants, counts), rounds)
+    medians = {name: found.seconds(name).median for name in contestants}
     ratios = {
-        name: statistics.median(t[name] / t["axisnorm"] for t in used)
-        for name in contestants
-        if name != "axisnorm"
+        name: found.ratio(name, "axisnorm").median for name in contestants if name != "axisnorm"
     }
-    return medians, ratios, len(noisy)
+    return medians, ratios, found.noisy
 
 
 def compete(op: str, shape: tuple[int, int], peers: list[Peer], rounds: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Both run in one process in interleaved rounds of blocks of about 20 ms; a figure is the median over
 the rounds of the ratio within a round. A round during which other processes used the processor is
-thrown away. ``copy`` is the time of ``y.copy_(x)``, the least that any forward can take.
+thrown away. ``copy`` is the time of ``y.copy_(x)``, which reads and writes as much as a forward.
 
     python bench/run.py                       # everything, to bench/results/<cpu>.json
     python bench/run.py --only rms_norm --rounds 5 --out /tmp/x.json
@@ -11,20 +11,14 @@ thrown away. ``copy`` is the time of ``y.copy_(x)``, the least that any forward 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import re
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -33,12 +27,12 @@ from torch import Tensor
 
 import axisnorm
 from axisnorm import _native
+from axisnorm.lens.timing import Call, machine, race
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from cases import values
 
 RESULTS = Path(__file__).parent / "results"
-BLOCK = 0.02  # seconds
 
 TOKENS = {
     "S": ((1, 768), (8, 768)),
@@ -52,7 +46,6 @@ IMAGES = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IMAGE_DTYPES = (torch.float32, torch.bfloat16)
 
-Call = Callable[[], Any]
 Norm = Callable[..., Tensor]
 """(x, weight, bias, more) -> y"""
 
@@ -248,60 +241,6 @@ def cells() -> Iterator[Cell]:
                         yield Cell(operation, shape, dtype, size, direction)
 
 
-def others_cpu() -> float:
-    """Seconds of processor time that everything but this process has used."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    user, nice, system, _, _, irq, softirq, *_ = (int(f) for f in fields)
-    busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-    own = os.times()
-    return busy - own.user - own.system
-
-
-def block(call: Call, count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - start) / count
-
-
-def race(calls: dict[str, Call], rounds: int) -> tuple[dict[str, float], float, int]:
-    """Median seconds of each, the median ratio torch / axisnorm, and the rounds thrown away."""
-    counts = {}
-    for name, call in calls.items():
-        call()
-        counts[name] = max(1, int(BLOCK / max(block(call, 3), 1e-7)))
-    kept: list[dict[str, float]] = []
-    noisy: list[dict[str, float]] = []
-    while len(kept) < rounds and len(noisy) < 3 * rounds:
-        before, start = others_cpu(), time.perf_counter()
-        times = {name: block(call, counts[name]) for name, call in calls.items()}
-        disturbed = others_cpu() - before > 0.02 + 0.04 * (time.perf_counter() - start)
-        (noisy if disturbed else kept).append(times)
-    used = kept if len(kept) >= 3 else kept + noisy
-    medians = {name: statistics.median(t[name] for t in used) for name in calls}
-    ratio = statistics.median(t["torch"] / t["axisnorm"] for t in used)
-    return medians, ratio, len(noisy)
-
-
-def machine() -> dict[str, Any]:
-    text = Path("/proc/cpuinfo").read_text()
-    name = re.search(r"model name\s*: (.*)", text)
-    model = re.search(r"model\s*: (\d+)", text)
-    return {
-        "cpu": f"{name.group(1)} (model {model.group(1)})"
-        if name and model
-        else platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instruction set": _native.isa(),
-        "axisnorm": axisnorm.__version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -329,7 +268,9 @@ def main() -> None:
         if dtype not in options.dtypes.split(","):
             continue
         with torch.set_grad_enabled("+" in cell.direction):
-            seconds, ratio, noisy = race(cell.calls(), options.rounds)
+            found = race(cell.calls(), options.rounds)
+        seconds = {name: found.seconds(name).median for name in found.rounds[0]}
+        ratio = found.ratio("torch", "axisnorm").median
         results.append(
             {
                 "op": cell.op,
@@ -340,7 +281,7 @@ def main() -> None:
                 "axisnorm_us": round(seconds["axisnorm"] * 1e6, 2),
                 "copy_us": round(seconds["copy"] * 1e6, 2),
                 "ratio": round(ratio, 3),
-                "noisy_rounds": noisy,
+                "noisy_rounds": found.noisy,
             }
         )
         # After each cell: a run that is stopped keeps what it has.

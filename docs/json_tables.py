@@ -50,11 +50,14 @@ The same as a JSON Schema (draft 2020-12) comes with the package:
 | `axisnorm audit MODEL` | `axisnorm.audit` | `axisnorm.audit/1` |
 | `axisnorm audit A --diff B` | `axisnorm.audit(...).diff(other)` | `axisnorm.differences/1` |
 | `axisnorm audit A --swap` | `axisnorm.swap` | `axisnorm.swap/1` |
+| `axisnorm audit A.onnx --fuse B.onnx` | `axisnorm.lens.onnx.fusing.fuse` | `axisnorm.swap/1` |
+| `axisnorm bench SCHEME SHAPE` | `axisnorm.bench` | `axisnorm.benchmark/1` |
 | `axisnorm presets` | `axisnorm.PRESETS` | `axisnorm.presets/1` |
 
 Exit statuses of the command line: 0 fine; 1 with `--strict`, where `audit` has an error or a
-warning among its findings (notes do not count) or the norms of `--diff` differ; 2 wrong use or bad
-input, with one line on standard error, and nothing written.
+warning among its findings (notes do not count), the norms of `--diff` differ, or `--fuse` leaves a
+norm that is written out; 2 wrong use or bad input, with one line on standard error, and nothing
+written.
 """
 
 

@@ -93,6 +93,9 @@ RESULTS = {
     ),
     "swap": swapped,
     "swap with times": lambda: replace(swapped(), seconds=(0.5, 0.25)),
+    "benchmark": lambda: axisnorm.bench(
+        "... [d]; affine=d", (2, 3), dtype=("float32", "float16"), backward=True, rounds=1
+    ),
     "presets": lambda: Presets(tuple(axisnorm.PRESETS)),
 }
 

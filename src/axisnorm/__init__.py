@@ -30,6 +30,7 @@ from .scheme import ArgumentError, DtypeError, Scheme
 if TYPE_CHECKING:
     from . import lens, nn, onnx
     from .lens.audit import audit
+    from .lens.bench import bench
     from .lens.compare import compare
     from .lens.explain import explain
     from .lens.identify import identify
@@ -46,6 +47,7 @@ __all__ = [
     "add_rms_norm",
     "audit",
     "batch_norm",
+    "bench",
     "compare",
     "empty_cache",
     "explain",
@@ -72,6 +74,7 @@ _LATER = {
     "compare": ".lens.compare",
     "identify": ".lens.identify",
     "audit": ".lens.audit",
+    "bench": ".lens.bench",
     "swap": ".lens.swap",
 }
 

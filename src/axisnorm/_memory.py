@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-__all__ = ["LEAST", "Pool", "limit"]
+__all__ = ["LEAST", "Pool", "limit", "total"]
 
 LEAST = 2 << 20
 """Bytes from which memory is reused. Below, looking for it costs as much as it saves."""
@@ -30,12 +30,17 @@ def limit() -> int:
     """The bytes that may be kept: a quarter of the memory of this container, at most 1 GiB."""
     if os.environ.get("AXISNORM_POOL") == "0":
         return 0
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(1 << 30, total() // 4)
+
+
+def total() -> int:
+    """The bytes of memory of this machine, or of the container that this process is in."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(path).exists():
             text = Path(path).read_text().strip()
-            total = min(total, int(text)) if text.isdigit() else total
-    return min(1 << 30, total // 4)
+            found = min(found, int(text)) if text.isdigit() else found
+    return found
 
 
 class Pool(Generic[Block]):

@@ -152,9 +152,8 @@ def known_scheme(subject: Scheme | str) -> Scheme:
         return found
     if re.fullmatch(r"\w+(\.\w+)*", name) and name not in PRESETS:
         # Names are compared without their library too: 'layernorm' is near 'layer_norm'.
-        near = [f"torch.{name}"] if f"torch.{name}" in PRESETS else []
-        near = near or difflib.get_close_matches(name, PRESETS, n=2)
         last = {preset.split(".", 1)[1]: preset for preset in reversed(list(PRESETS))}
+        near = [last[name]] if name in last else difflib.get_close_matches(name, PRESETS, n=2)
         near = near or [last[word] for word in difflib.get_close_matches(name, last, n=2)]
         meant = " or ".join(f"'{preset}'" for preset in near)
         remedy = f"Did you mean {meant}?" if meant else "axisnorm.PRESETS lists them."

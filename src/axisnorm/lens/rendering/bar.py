@@ -6,9 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from ..progress import watched
 
 __all__ = ["shown_on_a_terminal"]
@@ -20,10 +17,15 @@ def shown_on_a_terminal() -> Iterator[None]:
 
     Nothing is written where standard error is no terminal.
     """
+    # Here, and not above: results as JSON need no rich.
+    from .console import Console
+
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
 

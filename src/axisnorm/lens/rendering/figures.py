@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
 from ...scheme import ArgumentError, Scheme
 from ..explain import axis_names
 from ..naming import kind_of_mean, kind_of_spread
+from . import benchmarked
 from .canvas import (
     ACCENT,
     INK,
@@ -650,4 +651,5 @@ _FIGURES: dict[str, Callable[[Any], Figure]] = {
     "comparison": _comparison,
     "identification": _identification,
     "audit": _audit,
+    "benchmark": benchmarked.figure,
 }

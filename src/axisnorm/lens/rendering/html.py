@@ -16,6 +16,7 @@ import numpy as np
 
 from ...presets import PRESETS
 from ...scheme import ArgumentError
+from . import benchmarked
 from .audited_pages import audit, differences, swap
 from .markup import Cell, Page, code, file_text, filled, finite, listed, number, signed, table
 from .palette import FILLS
@@ -559,4 +560,5 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     "swap": swap,
     "differences": differences,
     "presets": _presets,
+    "benchmark": benchmarked.page,
 }

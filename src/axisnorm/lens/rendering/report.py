@@ -13,6 +13,7 @@ from ...presets import PRESETS
 from ..explain import axis_dimensions, axis_names, part_names
 from ..identify import kind_of_mean
 from .audited import audit, differences, rivals, swap
+from .benchmarked import benchmark
 from .console import (
     Fitting,
     Group,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "audit",
+    "benchmark",
     "beside",
     "comparison",
     "differences",

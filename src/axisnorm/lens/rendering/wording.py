@@ -26,12 +26,15 @@ def off(value: float) -> str:
 def seconds(value: float) -> str:
     """A time as it is said.
 
-    >>> seconds(1.5), seconds(0.01234)
-    ('1.50 s', '12.3 ms')
+    >>> seconds(1.5), seconds(0.01234), seconds(0.0000216)
+    ('1.50 s', '12.3 ms', '21.6 us')
     """
     if math.isnan(value):  # an ONNX file that could not be run as a whole
         return "an unknown time"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    # What .3g would round to 1000 is said in the next unit.
+    return f"{value * 1e3:.3g} ms" if value >= 0.9995e-3 else f"{value * 1e6:.3g} us"
 
 
 def shared_statistic(scheme: Scheme) -> str:
