@@ -160,6 +160,29 @@ OPERATIONS = (
         dtypes=IMAGE_DTYPES,
         running=True,
     ),
+    # torch's two calls.
+    Operation(
+        "batch_norm evaluation + relu",
+        lambda x, w, b, s: axisnorm.batch_norm(x, *s, w, b, activation="relu"),
+        lambda x, w, b, s: F.relu(F.batch_norm(x, *s, w, b)),
+        IMAGES,
+        dtypes=IMAGE_DTYPES,
+        running=True,
+    ),
+    Operation(
+        "group_norm + silu",
+        lambda x, w, b, _: axisnorm.group_norm(x, GROUPS, w, b, activation="silu"),
+        lambda x, w, b, _: F.silu(F.group_norm(x, GROUPS, w, b)),
+        IMAGES,
+        dtypes=IMAGE_DTYPES,
+    ),
+    Operation(
+        "layer_norm_2d + gelu",
+        lambda x, w, b, _: axisnorm.layer_norm_2d(x, w, b, activation="gelu"),
+        lambda x, w, b, _: F.gelu(_by_permutation(x, w, b, _)),
+        IMAGES,
+        dtypes=IMAGE_DTYPES,
+    ),
 )
 
 

@@ -59,24 +59,28 @@ void set_constants(const Constants &constants, Job &job, Task &task, double grou
 }
 
 // Why there is no plan for tensors of these strides, or None: then y, and what else was asked for, is
-// written.
+// written. With a gradient of y, what is written to y is the gradient of what is activated.
 std::optional<std::string> forward(nb::bytes packed, const Given &x, const Given &y,
                                    const Given &mask, uintptr_t weight, uintptr_t bias,
                                    uintptr_t running_mean, uintptr_t running_var, uintptr_t stats,
-                                   uintptr_t var, uintptr_t count, const Constants &constants) {
+                                   uintptr_t var, uintptr_t count, const Constants &constants,
+                                   int activation, const Given &grad) {
   const Axes axes(packed);
   axisnorm::Problem problem = axes.problem();
   axes.set(problem, x, &axisnorm::Axis::x);
   if ((problem.has_y = y.first)) axes.set(problem, y, &axisnorm::Axis::y);
   if ((problem.has_mask = mask.first)) axes.set(problem, mask, &axisnorm::Axis::mask);
+  if ((problem.has_grad = grad.first)) axes.set(problem, grad, &axisnorm::Axis::grad);
   problem.has_running = running_mean;
   const axisnorm::Plan plan = axisnorm::make_plan(problem);
   if (plan.refused) return plan.refused;
   Job job = {};
   Task task = {};
   set_constants(constants, job, task, (double)plan.nest.group_size);
+  job.activation = activation;
   job.x = (const void *)x.first;
   job.y = (void *)y.first;
+  job.grad = (const void *)grad.first;
   job.weight = (const void *)weight;
   job.bias = (const void *)bias;
   job.stats = (void *)stats;

@@ -418,7 +418,9 @@ void run(const Plan &plan, Task &task, int64_t slot_bytes, const Units &units,
   Scratch slots(slot_bytes * (whole ? threads : nest.units) + 64);
   char *const base = (char *)slots.data();
   task.slots = whole ? nullptr : base;
-  const bool sums = backward ? task.sums || !task.running_mean : !task.running_mean;
+  // In backward those of the gradient, in forward those of statistics that are not known yet.
+  const bool sums = backward ? task.sums || !task.running_mean
+                             : !task.running_mean && !task.job->grad;
   std::atomic<bool> again{false}, repair{false};
   parallel(threads, [&](int64_t part, int64_t parts) {
     const auto unit_end = [&](int64_t chunk) {

@@ -8,6 +8,7 @@
 // it, each row goes through the same operations in the same order.
 #include <stddef.h>
 
+#include "activation.h"
 #include "norm.h"
 #include "residual.h"
 #include "vec.h"
@@ -321,11 +322,13 @@ __attribute__((noinline)) void forward_exact(const Job &job, const Affine &affin
   m.var[0] = exact.var;
   if (!job.y) return;
   T *y = (T *)job.y + r * job.y_stride;
+  const T *grad = job.grad ? (const T *)job.grad + r * job.grad_stride : nullptr;
   const Scalar<T> *w = (const Scalar<T> *)affine.weight, *b = (const Scalar<T> *)affine.bias;
   for (int64_t i = 0; i < job.n; i++) {
     double v = exact.standardized(get(x + i));
     if (job.rounded) v = round_as<T>(v);
-    put(y + i, v * (double)w[i * affine.weight_step] + (double)b[i * affine.bias_step]);
+    v = v * (double)w[i * affine.weight_step] + (double)b[i * affine.bias_step];
+    put(y + i, finished(job, v, grad ? get(grad + i) : 0));
   }
 }
 
@@ -642,14 +645,57 @@ void backward_chunks(const Job &job, const Affine &affine, const Chunks &chunks,
 
 namespace {
 
+// Rows with an activation.
+template <class T, bool Center, bool Rounded>
+void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t end) {
+  typedef Scalar<T> C;
+  // Where only one of weight and bias is there, the other one is as long.
+  const bool per_element = affine.weight_step || affine.bias_step;
+  C missing[STAGED];
+  if (affine.weight_step != affine.bias_step)
+    for (int64_t i = 0; i < smaller(STAGED, job.n); i++) missing[i] = affine.weight_step ? 0 : 1;
+  const auto parameter = [&](const void *p, int64_t step, int64_t i) {
+    return step || !per_element ? (const C *)p + i * step : missing;
+  };
+  const int64_t ahead = job.x_stride;
+  for (; r < end; r++) {
+    Moments<T, 1> m;
+    if (job.grad) {
+      const C *stats = (const C *)job.stats + r;
+      m.hi[0] = stats[0], m.lo[0] = stats[job.rows], m.rstd[0] = stats[2 * job.rows];
+      m.redo = !stats_are_safe<T>(job, r);
+    } else {
+      m = moments<T, Center, 1>(job, r);
+    }
+    if (m.redo) {
+      forward_exact<T>(job, affine, r, m);
+    } else {
+      const T *x = (const T *)job.x + r * job.x_stride;
+      const T *grad = job.grad ? (const T *)job.grad + r * job.grad_stride : nullptr;
+      T *y = (T *)job.y + r * job.y_stride;
+      const C shift = -m.lo[0] * m.rstd[0];
+      const Constants<C> constants = {m.hi, &shift, m.rstd};
+      each_strip(job, grad, y, job.n, [&](int64_t i, int64_t n, C *z) {
+        const C *w = parameter(affine.weight, affine.weight_step, i);
+        const C *b = parameter(affine.bias, affine.bias_step, i);
+        if (per_element)
+          apply_line<T, false, true>(x + i, z, n, constants, false, Rounded, w, b, ahead, false);
+        else
+          apply_line<T, false, false>(x + i, z, n, constants, false, Rounded, w, b, ahead, false);
+      });
+    }
+    if (!job.grad) save(job, r, m);
+  }
+}
+
 // ---- the nests: whole units, or steps of them
 
 template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end, void *slots) {
   const Of of{task};
   const int64_t parts = task.nest->measured.parts;
-  const bool fetches = !task.running_mean && of.fetches();
+  const bool known = knows_statistics(task), fetches = !known && of.fetches();
   const auto measure = [&](const Place &at, auto &u) {
-    for (int64_t p = 0; p < parts && !task.running_mean; p++) of.sum(at, u, p);
+    for (int64_t p = 0; p < parts && !known; p++) of.sum(at, u, p);
   };
   while (unit < end) {
     const int count = (int)smaller(of.together(), end - unit);
@@ -666,7 +712,7 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
         of.start(at[k], *u[k]);
         measure(at[k], *u[k]);
       }
-      for (int k = 0; k < count && !task.running_mean; k++)
+      for (int k = 0; k < count && !known; k++)
         while (of.finish(at[k], *u[k]) == 1) measure(at[k], *u[k]);
     }
     for (int k = 0; k < count; k++) {
@@ -736,6 +782,70 @@ int64_t slot(const Nest *nest) {
                      : OfLines<float>::TOGETHER * line_slot(*nest);
 }
 
+// Sums of large terms may overflow on the way though they cancel in the end. Then those of one element
+// of the weight are taken again, in double and scaled. By xhat: of grad * xhat, else of grad.
+template <class T>
+NOINLINE double sum_again(const Task &task, int64_t a, bool by_xhat) {
+  typedef Scalar<T> C;
+  const Nest &nest = *task.nest;
+  const Job &job = *task.job;
+  Compensated sum;
+  for (int64_t unit = 0; unit < nest.units; unit++) {
+    const Place at = nest.lanes ? OfLanes<T>{task}.place(unit) : OfLines<T>{task}.place(unit);
+    const int64_t begin = unit % nest.tiles * nest.tile;
+    const int64_t n = nest.lanes ? smaller(nest.tile, nest.width - begin) : nest.applied.n;
+    const int64_t fold = nest.lanes ? nest.fold : n;  // elements of a line that share a group
+    // xhat(x) of a group, by what normalizes it.
+    const auto each_in_group = [&](int64_t group, const auto &each) {
+      if (!by_xhat) return each([](double) { return 1.0; });
+      const auto rounded = [&](double v) { return job.rounded ? round_as<T>(v) : v; };
+      if (task.running_mean) {
+        const Given given(task, at.at[RUNNING] + group * nest.running_step);
+        return each([&](double v) { return rounded(given.standardized(v)); });
+      }
+      const C *stats = (const C *)job.stats + at.at[STATS] + group * nest.stats_step;
+      const double hi = stats[0], lo = stats[nest.groups], rstd = stats[2 * nest.groups];
+      if (saved_is_safe((C)hi, (C)lo, (C)rstd))
+        return each([&](double v) { return rounded(((v - hi) - lo) * rstd); });
+      double count = 0;
+      each_valid(task, at, group * fold, fold, [&](const Place &, int64_t) { count++; });
+      const Exact<T> exact = exact_group<T>(task, at, group * fold, fold, count);
+      each([&](double v) { return rounded(exact.standardized(v)); });
+    };
+    for (int64_t first = 0; first < n; first += fold) {
+      const int64_t lane = a - at.at[AFFINE];
+      if (nest.lanes && nest.per_element && !nest.mixed && (lane < first || lane >= first + fold))
+        continue;
+      each_in_group(first / fold, [&](const auto &xhat) {
+        each_line(nest.applied, at, 0, nest.applied.count, [&](const Place &p, int64_t) {
+          // The weight is that of one element of the line, or of all of them.
+          const int64_t own = a - p.at[AFFINE];
+          if (!nest.per_element && own != 0) return;
+          int64_t i = first, end = first + fold;
+          if (nest.per_element) {
+            if (own < i || own >= end) return;
+            i = own, end = own + 1;
+          }
+          for (; i < end; i++) {
+            if (task.mask && !task.mask[p.at[MASK] + i * nest.mask_step]) continue;
+            const double v = get((const T *)job.x + p.at[X] + i);
+            sum.add(0x1p-64 * get((const T *)job.grad + p.at[GRAD] + i) * xhat(v));
+          }
+        });
+      });
+    }
+  }
+  return 0x1p64 * sum.value();
+}
+double sum_again(const Task &task, int64_t a, bool by_xhat) {
+  switch (task.job->dtype) {
+    case F32: return sum_again<float>(task, a, by_xhat);
+    case F64: return sum_again<double>(task, a, by_xhat);
+    case F16: return sum_again<f16>(task, a, by_xhat);
+    default: return sum_again<bf16>(task, a, by_xhat);
+  }
+}
+
 // One element of dweight and of dbias from the sums of all units.
 void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
   const Nest &nest = *task.nest;
@@ -784,6 +894,9 @@ void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
         total[i] += width > 1 ? sum(wide) : *sums;
       }
   }
+  for (int i = 0; i < 2; i++)
+    if (__builtin_expect(!finite(total[i]), 0) && (i ? task.job->dbias : task.job->dweight))
+      total[i] = sum_again(task, a, i == 0);
   *by_xhat = total[0];
   *by_grad = total[1];
 }
@@ -871,12 +984,56 @@ template <class P> void narrow(const double *v, int64_t n, P *out) {
     else if (j < n) store(out + j, load(part + j), n - j);
 }
 
+template <class V> bool all_finite(const V *v, int64_t n) {
+  bool fine = true;
+  for (int64_t j = 0; j < n; j++) fine &= v[j] - v[j] == 0;
+  return fine;
+}
+
+// Sums of large terms may overflow on the way though they cancel in the end: those of n columns that
+// are not finite are taken again, in double and scaled. By xhat: of grad * xhat, else of grad.
+template <class T>
+__attribute__((noinline)) void sum_again(const Job &job, int64_t i, int64_t n, bool by_xhat,
+                                         double *total) {
+  Compensated sums[COLUMNS];
+  for (int64_t r = 0; r < job.rows; r++) {
+    const T *x = (const T *)job.x + r * job.x_stride;
+    const T *g = (const T *)job.grad + r * job.grad_stride + i;
+    const auto add = [&](const auto &xhat) {
+      for (int64_t j = 0; j < n; j++)
+        if (!finite(total[j])) sums[j].add(0x1p-64 * get(g + j) * xhat(get(x + i + j)));
+    };
+    const auto rounded = [&](double v) { return job.rounded ? round_as<T>(v) : v; };
+    if (!by_xhat) {
+      add([](double) { return 1.0; });
+    } else if (stats_are_safe<T>(job, r)) {
+      const Scalar<T> *stats = (const Scalar<T> *)job.stats + r;
+      const double hi = stats[0], lo = stats[job.rows], rstd = stats[2 * job.rows];
+      add([&](double v) { return rounded(((v - hi) - lo) * rstd); });
+    } else {
+      const Exact<T> exact(job, x);
+      add([&](double v) { return rounded(exact.standardized(v)); });
+    }
+  }
+  for (int64_t j = 0; j < n; j++)
+    if (!finite(total[j])) total[j] = 0x1p64 * sums[j].value();
+}
+void sum_again(const Job &job, int64_t i, int64_t n, bool by_xhat, double *total) {
+  switch (job.dtype) {
+    case F32: return sum_again<float>(job, i, n, by_xhat, total);
+    case F64: return sum_again<double>(job, i, n, by_xhat, total);
+    case F16: return sum_again<f16>(job, i, n, by_xhat, total);
+    default: return sum_again<bf16>(job, i, n, by_xhat, total);
+  }
+}
+
 // One parameter; the sums of successive chunks are `stride` apart.
 template <class C>
-void merge_columns(const C *sums, int64_t stride, int64_t count, int64_t i, int64_t end,
-                   int32_t dtype, void *out) {
+void merge_columns(const Job &job, const C *sums, int64_t stride, int64_t count, int64_t i,
+                   int64_t end, bool by_xhat, int32_t dtype, void *out) {
   // Few rows: there is nothing to add and nothing to round.
-  if (count == 1 && dtype == (sizeof(C) == sizeof(double) ? F64 : F32)) {
+  if (count == 1 && dtype == (sizeof(C) == sizeof(double) ? F64 : F32) &&
+      all_finite(sums + i, end - i)) {
     memcpy((C *)out + i, sums + i, (size_t)(end - i) * sizeof(C));
     return;
   }
@@ -885,6 +1042,7 @@ void merge_columns(const C *sums, int64_t stride, int64_t count, int64_t i, int6
     for (int64_t c = 0; c < count; c++)
       for (int j = 0; j < COLUMNS; j++) total[j] += (double)sums[c * stride + i + j];
     const int64_t n = smaller(COLUMNS, end - i);
+    if (__builtin_expect(!all_finite(total, n), 0)) sum_again(job, i, n, by_xhat, total);
     switch (dtype) {
       case F32: narrow(total, n, (float *)out + i); break;
       case F64: narrow(total, n, (double *)out + i); break;
@@ -897,9 +1055,10 @@ template <class C> void merge(const Job &job, const Chunks &chunks, int64_t i, i
   const C *sums = (const C *)chunks.sums;
   const int64_t stride = 2 * chunks.pitch;
   if (job.dweight)
-    merge_columns(sums, stride, chunks.count, i, end, job.weight_dtype, job.dweight);
+    merge_columns(job, sums, stride, chunks.count, i, end, true, job.weight_dtype, job.dweight);
   if (job.dbias)
-    merge_columns(sums + chunks.pitch, stride, chunks.count, i, end, job.bias_dtype, job.dbias);
+    merge_columns(job, sums + chunks.pitch, stride, chunks.count, i, end, false, job.bias_dtype,
+                  job.dbias);
 }
 void merge(const Job *job, const Chunks *chunks, int64_t i, int64_t end) {
   if (job->dtype == F64) merge<double>(*job, *chunks, i, end);
@@ -945,6 +1104,7 @@ struct Fence {
 void forward(const Job *job, const Affine *affine, int64_t r, int64_t end) {
   const Fence fence{*job};
   if (job->residual) BY_TYPE(forward_sums, *job, *affine, r, end)
+  else if (job->activation) BY_TYPE(forward_activated, *job, *affine, r, end)
   else BY_TYPE(forward_rows, *job, *affine, r, end)
 }
 void backward(const Job *job, const Affine *affine, const Chunks *chunks, int64_t c, int64_t end) {

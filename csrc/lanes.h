@@ -197,11 +197,25 @@ template <class T> struct OfLanes {
     }
     return any;
   }
-  void take_given_lanes(const Place &at, Unit &u) const {
+  // Running or saved statistics.
+  NOINLINE void take_known(const Place &at, Unit &u) const {
+    const C *stats = (const C *)job.stats + at.at[STATS];
     int64_t channel = at.at[RUNNING];
-    for (int64_t j = 0; j < u.lanes; j += nest.fold, channel += nest.running_step)
-      for (int64_t i = j; i < j + nest.fold; i++)
-        u.unsafe[i] = !take_given(task, channel, u.hi[i], u.lo[i], u.rstd[i]);
+    for (int64_t j = 0; j < u.lanes; j += nest.fold) {
+      for (int64_t i = j; i < j + nest.fold; i++) {
+        if (task.running_mean) {
+          u.unsafe[i] = !take_given(task, channel, u.hi[i], u.lo[i], u.rstd[i]);
+        } else {
+          u.hi[i] = stats[0];
+          u.lo[i] = stats[nest.groups];
+          u.rstd[i] = stats[2 * nest.groups];
+          u.unsafe[i] = u.count[i] > 0 && !saved_is_safe(u.hi[i], u.lo[i], u.rstd[i]);
+        }
+      }
+      stats += nest.stats_step;
+      channel += nest.running_step;
+    }
+    u.repair = take_out_unsafe(u);
   }
 
   // ---- forward
@@ -210,11 +224,7 @@ template <class T> struct OfLanes {
     u.passes = u.repair = 0;
     memset(u.unsafe, 0, (size_t)u.pitch);
     count(at, u);
-    if (task.running_mean) {
-      take_given_lanes(at, u);
-      u.repair = take_out_unsafe(u);
-      return;
-    }
+    if (knows_statistics(task)) return take_known(at, u);
     memset(u.k, 0, (size_t)u.pitch * sizeof(C));
     if (!center) return;
     if (task.mask) shift_masked(at, u);
@@ -410,6 +420,8 @@ template <class T> struct OfLanes {
 
   void apply(const Place &at, const Unit &u, int64_t part) const {
     if (!job.y) return;
+    if (job.activation)
+      return nest.per_element ? activate<true>(at, u, part) : activate<false>(at, u, part);
     if (nest.per_element) apply_to<true>(at, u, part);
     else apply_to<false>(at, u, part);
   }
@@ -427,6 +439,19 @@ template <class T> struct OfLanes {
                                       task.running_mean != nullptr, rounded,
                                       weight + p.at[AFFINE], bias + p.at[AFFINE], 0, false);
       zero_masked(y, mask(p), nest.mask_step, u.lanes);
+    });
+  }
+  template <bool PerElement>
+  NOINLINE void activate(const Place &at, const Unit &u, int64_t part) const {
+    each_step(at, part, [&](const Place &p) {
+      T *y = (T *)job.y + p.at[Y];
+      each_strip(job, job.grad ? grad(p) : nullptr, y, u.lanes, [&](int64_t i, int64_t k, C *z) {
+        const int64_t e = p.at[AFFINE] + (PerElement ? i : 0);
+        apply_line<T, true, PerElement>(x(p) + i, z, k, {u.hi + i, u.shift + i, u.rstd + i},
+                                        task.running_mean != nullptr, rounded, weight + e, bias + e,
+                                        u.ahead, false);
+      });
+      if (task.mask) zero_masked(y, mask(p), nest.mask_step, u.lanes);
     });
   }
   // The constants of some lanes stay in registers for some steps. Loaded at every step, they would
@@ -512,19 +537,7 @@ template <class T> struct OfLanes {
     memset(u.mean, 0, (size_t)u.pitch * sizeof(C));
     memset(u.slope, 0, (size_t)u.pitch * sizeof(C));
     count(at, u);
-    if (task.running_mean) {
-      take_given_lanes(at, u);
-    } else {
-      const C *stats = (const C *)job.stats + at.at[STATS];
-      for (int64_t j = 0; j < u.lanes; j += nest.fold, stats += nest.stats_step)
-        for (int64_t i = j; i < j + nest.fold; i++) {
-          u.hi[i] = stats[0];
-          u.lo[i] = stats[nest.groups];
-          u.rstd[i] = stats[2 * nest.groups];
-          u.unsafe[i] = u.count[i] > 0 && !saved_is_safe(u.hi[i], u.lo[i], u.rstd[i]);
-        }
-    }
-    u.repair = take_out_unsafe(u);
+    take_known(at, u);
     if (task.mask) return sample_masked(at, u);
     // The sums are of grad - first, or where weights change along the steps of grad * weight - first.
     const bool own = nest.per_element && !nest.mixed;

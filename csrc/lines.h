@@ -49,8 +49,6 @@ inline bool take_given(const Task &task, int64_t channel, C &hi, C &lo, C &rstd)
   return given_is_safe(hi, rstd);
 }
 
-constexpr int64_t STAGED = 1024;  // elements
-
 template <class T> struct OfLines {
   typedef Scalar<T> C;
   typedef Vector<T> V;
@@ -104,9 +102,8 @@ template <class T> struct OfLines {
     u.repair = false;
     u.hi = u.lo = u.k = 0;
     u.count = counted(at);
-    if (task.running_mean) {
-      u.unsafe = u.repair = !take_given(task, at.at[RUNNING], u.hi, u.lo, u.rstd);
-      u.shift = -u.lo * u.rstd;
+    if (knows_statistics(task)) {
+      take_known(at, u);
       return;
     }
     if (!center || u.count == 0) return;
@@ -125,6 +122,23 @@ template <class T> struct OfLines {
       u.k = guess_mean(near, m);
       found = true;
     });
+  }
+
+  // Running or saved statistics.
+  NOINLINE void take_known(const Place &at, Unit &u) const {
+    if (task.running_mean) {
+      u.unsafe = !take_given(task, at.at[RUNNING], u.hi, u.lo, u.rstd);
+    } else {
+      const C *stats = (const C *)job.stats + at.at[STATS];
+      u.hi = stats[0];
+      u.lo = stats[nest.groups];
+      u.rstd = stats[2 * nest.groups];
+      u.unsafe = u.count > 0 && !saved_is_safe(u.hi, u.lo, u.rstd);
+    }
+    // Then xhat is zero in backward's sums, and the slow path adds what is missing.
+    if (u.unsafe) u.hi = u.lo = u.rstd = 0;
+    u.shift = -u.lo * u.rstd;
+    u.repair = u.unsafe;
   }
 
   NOINLINE void sum(const Place &at, Unit &u, int64_t part) const {
@@ -179,7 +193,7 @@ template <class T> struct OfLines {
   // START, SUM and FINISH of some groups of one line each, to the same bits: one by one, groups of 14
   // times 14 take a quarter longer. False: nothing is done, and they are to be taken step by step.
   bool measure_together(const Place *at, Unit *const *u) const {
-    if (task.mask || task.running_mean || nest.measured.count > 1 || nest.measured.split > 1)
+    if (task.mask || knows_statistics(task) || nest.measured.count > 1 || nest.measured.split > 1)
       return false;
     return center ? measure_lines<true>(at, u) : measure_lines<false>(at, u);
   }
@@ -202,6 +216,7 @@ template <class T> struct OfLines {
 
   void apply(const Place &at, const Unit &u, int64_t part) const {
     if (!job.y || u.repair) return;
+    if (job.activation) return per_element ? activate<true>(at, u, part) : activate<false>(at, u, part);
     if (per_element) apply_to<true>(at, u, part);
     else apply_to<false>(at, u, part);
   }
@@ -214,6 +229,21 @@ template <class T> struct OfLines {
       apply_line<T, false, PerElement>(x(p) + i, y, n, u.constants(), task.running_mean != nullptr,
                                        rounded, weight + a, bias + a, u.ahead, job.streamed);
       if (task.mask) zero_masked(y, mask(p, i), nest.mask_step, n);
+    });
+  }
+
+  template <bool PerElement>
+  NOINLINE void activate(const Place &at, const Unit &u, int64_t part) const {
+    each_piece(nest.applied, at, part, [&](const Place &p, int64_t, int64_t first, int64_t n) {
+      T *y = (T *)job.y + p.at[Y] + first;
+      const T *v = x(p) + first, *g = job.grad ? grad(p) + first : nullptr;
+      const int64_t a = p.at[AFFINE] + (PerElement ? first : 0);
+      each_strip(job, g, y, n, [&](int64_t i, int64_t k, C *z) {
+        const int64_t e = a + (PerElement ? i : 0);
+        apply_line<T, false, PerElement>(v + i, z, k, u.constants(), task.running_mean != nullptr,
+                                         rounded, weight + e, bias + e, u.ahead, false);
+      });
+      if (task.mask) zero_masked(y, mask(p, first), nest.mask_step, n);
     });
   }
 
@@ -234,19 +264,7 @@ template <class T> struct OfLines {
 
   NOINLINE void start_backward(const Place &at, Unit &u) const {
     u.count = counted(at);
-    if (task.running_mean) {
-      u.unsafe = !take_given(task, at.at[RUNNING], u.hi, u.lo, u.rstd);
-    } else {
-      const C *stats = (const C *)job.stats + at.at[STATS];
-      u.hi = stats[0];
-      u.lo = stats[nest.groups];
-      u.rstd = stats[2 * nest.groups];
-      u.unsafe = u.count > 0 && !saved_is_safe(u.hi, u.lo, u.rstd);
-    }
-    // Then xhat is zero in the sums, and the slow path adds what is missing.
-    if (u.unsafe) u.hi = u.lo = u.rstd = 0;
-    u.shift = -u.lo * u.rstd;
-    u.repair = u.unsafe;
+    take_known(at, u);
     u.first = u.mean = u.slope = 0;
     if (!center || task.running_mean) return;
     if (!task.mask) {

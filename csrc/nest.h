@@ -174,6 +174,9 @@ inline int64_t first_valid(const unsigned char *mask, int64_t step, int64_t n) {
   return i;
 }
 
+// Whether forward is given the statistics: running ones, or with a gradient those that it saved.
+inline bool knows_statistics(const Task &task) { return task.running_mean || task.job->grad; }
+
 inline double divisor_of(const Task &task, double count) {
   const double free = count - task.correction;
   return free > 0 ? free : 1;
@@ -222,9 +225,10 @@ template <class T> constexpr bool can_round = !same<T, Scalar<T>>;
 // What is read next time comes into the second cache meanwhile.
 INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }
 
-// ahead: from an element to the same one of the group that comes next, or 0.
-template <class T, bool PerLane, bool PerElement>
-INLINE void apply_line(const T *x, T *y, int64_t n, const Constants<Scalar<T>> &c, bool given,
+// ahead: from an element to the same one of the group that comes next, or 0. Out: T, or what T is
+// computed in.
+template <class T, bool PerLane, bool PerElement, class Out>
+INLINE void apply_line(const T *x, Out *y, int64_t n, const Constants<Scalar<T>> &c, bool given,
                        bool rounded, const Scalar<T> *weight, const Scalar<T> *bias,
                        int64_t ahead, bool streamed) {
   typedef Vector<T> V;
@@ -258,6 +262,51 @@ INLINE void apply_line(const T *x, T *y, int64_t n, const Constants<Scalar<T>> &
   each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     put(i, tail, fma(standardized(element(i, tail), i, tail), w(i, tail), b(i, tail)));
   });
+}
+
+// ---- the activation of a line: strips of its values stay in the first cache meanwhile
+
+constexpr int64_t STAGED = 1024;  // elements
+
+template <class T, int Kind>
+INLINE void activate(const Scalar<T> *z, const T *grad, T *y, int64_t n, bool streamed) {
+  typedef Vector<T> V;
+  streamed &= can_stream(y);
+  const auto put = [&](int64_t i, int64_t tail, V v) __attribute__((always_inline)) {
+    if (tail) store(y + i, v, tail);
+    else write(y + i, v, streamed);
+  };
+  const auto value = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    return tail ? load(z + i, tail) : load(z + i);
+  };
+  if (!grad)
+    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+      put(i, tail, activated<Kind>(value(i, tail)));
+    });
+  else
+    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+      const V g = tail ? load(grad + i, tail) : load(grad + i);
+      put(i, tail, derived<Kind>(value(i, tail), g));
+    });
+}
+template <class T>
+NOINLINE void activate(int32_t kind, const Scalar<T> *z, const T *grad, T *y, int64_t n,
+                       bool streamed) {
+  switch (kind) {
+    case RELU: return activate<T, RELU>(z, grad, y, n, streamed);
+    case SILU: return activate<T, SILU>(z, grad, y, n, streamed);
+    default: return activate<T, GELU>(z, grad, y, n, streamed);
+  }
+}
+// norm(i, k, z) gives the k values z from the i-th on.
+template <class T, class Norm>
+INLINE void each_strip(const Job &job, const T *grad, T *y, int64_t n, const Norm &norm) {
+  Scalar<T> z[STAGED];
+  for (int64_t i = 0; i < n; i += STAGED) {
+    const int64_t k = smaller(STAGED, n - i);
+    norm(i, k, z);
+    activate(job.activation, z, grad ? grad + i : nullptr, y + i, k, job.streamed);
+  }
 }
 
 // dx of a line; mean and slope are minus mean(gw) and minus sum(gw * xhat) / divisor. With running
@@ -333,8 +382,10 @@ void forward_by(const Task &task, const By &by, const Place &start, int64_t firs
     double v = by.standardized(get((const T *)task.job->x + p.at[X] + i));
     if (task.job->rounded) v = round_as<T>(v);
     const int64_t a = p.at[AFFINE] + i * per_element;
+    v = v * (double)((const C *)task.weight)[a] + (double)((const C *)task.bias)[a];
+    const T *grad = (const T *)task.job->grad;
     put((T *)task.job->y + p.at[Y] + i,
-        v * (double)((const C *)task.weight)[a] + (double)((const C *)task.bias)[a]);
+        finished(*task.job, v, grad ? get(grad + p.at[GRAD] + i) : 0));
   });
 }
 

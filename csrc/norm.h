@@ -7,6 +7,9 @@
 // Also the order of the dtype lists in Python.
 enum Dtype { F32 = 0, F64 = 1, F16 = 2, BF16 = 3 };
 
+// What follows the affine map; in the order of reference.py, which says what each is.
+enum Activation { NO_ACTIVATION = 0, RELU = 1, SILU = 2, GELU = 3 };
+
 // One normalization of `rows` groups of `n` elements. Inside a row all elements are contiguous;
 // rows lie `*_stride` elements apart (0 is allowed for inputs: an expanded row).
 // The compute type is double for F64 and float otherwise.
@@ -14,7 +17,12 @@ enum Dtype { F32 = 0, F64 = 1, F16 = 2, BF16 = 3 };
 //   hi + lo = mean(x)        (0 when not centred)        V = sum((x - hi - lo)^2) / divisor
 //   rstd    = 1 / sqrt(V + eps), 0 where V + eps = 0
 //   xhat    = ((x - hi) - lo) * rstd                     rounded to the type of x if `rounded`
-//   y       = xhat * (weight + weight_offset) + bias     one rounding to the type of x
+//   z       = xhat * (weight + weight_offset) + bias
+//   y       = activation(z)                              one rounding to the type of x
+//
+// With an activation and a gradient, forward reads the statistics that it saved, and writes
+// grad * activation'(z) in place of y. That is the gradient that backward takes, which knows of no
+// activation:
 //
 //   gw = grad * (weight + weight_offset)
 //   dx = rstd * (gw - mean(gw) [if centred] - xhat * sum(gw * xhat) / divisor)
@@ -26,6 +34,7 @@ struct Job {
   int32_t center;        // 0: root mean square
   int32_t rounded;       // 1: xhat is rounded to dtype before the affine map
   int32_t streamed;      // 1: y or dx is written past the caches, where its lines stand well
+  int32_t activation;    // forward, not of a sum
   double eps;
   double divisor;        // n - correction, > 0
   double weight_offset;
@@ -34,10 +43,10 @@ struct Job {
   const void *x;
   const void *weight;    // n elements, or null: ones (then weight_offset is not added)
   const void *bias;      // n elements, or null: zeros
-  const void *grad;      // backward only
+  const void *grad;      // backward, and forward with an activation
   void *y;               // forward; null: statistics only. May be exactly x with the same stride.
   void *stats;           // [3][rows] of the compute type: hi, lo, rstd. forward writes it (null:
-                         // not wanted), backward reads it
+                         // not wanted), backward and forward with a gradient read it
   double *var;           // [rows]: V, which may not fit the compute type; null: not wanted
   void *dx;              // backward, null: not wanted
   void *dweight;         // backward, null: not wanted

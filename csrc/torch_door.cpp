@@ -40,12 +40,14 @@ bool read_shape(PyObject *shape, const Reading &x, Job &job, int64_t *sizes, int
 }
 
 // What a node keeps beside its saved tensors x and weight, in one tuple: attributes cost more. The
-// bias may change before backward, which does not read it.
+// bias may change before backward, which does not read it unless there is an activation, the last of
+// the constants: then it is saved, too.
 enum { STATS, KEPT_BIAS, CONSTANTS };
 
 // x, weight, bias, normalized_shape, eps, weight_offset, center, rounded: what forward and
 // backward have in common.
 enum { X, WEIGHT, BIAS, SHAPE, EPS, OFFSET, CENTER, ROUNDED, COMMON };
+constexpr int ACTIVATION = COMMON;  // behind them, in a node
 
 bool read_common(PyObject *const *args, Job &job, Reading &x) {
   int64_t sizes[8];
@@ -80,6 +82,17 @@ bool read_common(PyObject *const *args, Job &job, Reading &x) {
   job.divisor = (double)job.n;
   job.x_stride = job.y_stride = job.grad_stride = job.dx_stride = job.n;
   return true;
+}
+
+// None, or the name of an activation. False: something else.
+bool read_activation(PyObject *name, int32_t &activation) {
+  activation = NO_ACTIVATION;
+  if (name == Py_None) return true;
+  if (!PyUnicode_Check(name)) return false;
+  const char *const names[] = {"relu", "silu", "gelu"};
+  for (int i = 0; i < 3; i++)
+    if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) activation = RELU + i;
+  return activation != NO_ACTIVATION;
 }
 
 bool run_rows(void (*compute)(const Job &), const Job &job) {
@@ -149,7 +162,7 @@ bool read_channels(PyObject *object, int64_t channels, const void *&place, int32
 }
 
 // x, weight, bias, kind, groups, eps: what forward and backward have in common.
-enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, CHANNEL_CONSTANTS };
+enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, CHANNEL_ACTIVATION, CHANNEL_CONSTANTS };
 
 bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
   if (!read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !is_positive(args[X])) return false;
@@ -182,17 +195,17 @@ PyObject *noted(PyObject *const *args, PyObject *y, PyObject *kept) {
   return result;
 }
 
-// short_channel_norm(x, weight, bias, kind, groups, eps, running_mean, running_var, batch, momentum)
-// -> y. batch: normalize with the statistics of this batch, towards which those given move.
+// short_channel_norm(x, weight, bias, kind, groups, eps, running_mean, running_var, batch, momentum,
+// activation) -> y. batch: normalize with the statistics of this batch, towards which those given move.
 PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 10 || !api || !is_exact(args[X]) || !unwatched()) return unsure();
+  if (count != 11 || !api || !is_exact(args[X]) || !unwatched()) return unsure();
   PyObject *const running_mean = args[6], *const running_var = args[7];
   const bool running = running_mean != Py_None, given = args[8] == Py_False;
   Channels c = {};
   Strides strides;
   double momentum = 0;
   if (running != (running_var != Py_None) || (running && running_mean == running_var) || (given ? !running : args[8] != Py_True) ||
-      !read_channel_norm(args, c, strides))
+      !read_channel_norm(args, c, strides) || !read_activation(args[10], c.job.activation))
     return unsure();
   if (!given && c.kind == BATCH && c.x.size == c.channels) return unsure();  // an error
   const void *mean = nullptr, *var = nullptr;
@@ -245,8 +258,8 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   }
   fine = fine && run([&] { axisnorm::forward(plan, c.job, c.task); }, c.x.size);
   if (fine && gradient) {
-    result = noted(args, y, PyTuple_Pack(6, stats, args[BIAS], args[KIND], args[GROUPS],
-                                         args[CHANNEL_EPS], given ? Py_True : Py_False));
+    result = noted(args, y, PyTuple_Pack(7, stats, args[BIAS], args[KIND], args[GROUPS],
+                                         args[CHANNEL_EPS], given ? Py_True : Py_False, args[10]));
   } else if (fine) {
     result = y;
     Py_INCREF(y);
@@ -290,7 +303,8 @@ class Kept {
   PyObject *inputs(PyObject **args, int count) const {
     args[X] = PyTuple_GetItem(saved, 0);
     args[WEIGHT] = PyTuple_GetItem(saved, 1);
-    args[BIAS] = PyTuple_GetItem(others, KEPT_BIAS);
+    args[BIAS] = PyTuple_Size(saved) > BIAS ? PyTuple_GetItem(saved, BIAS)
+                                            : PyTuple_GetItem(others, KEPT_BIAS);
     for (int i = 3; i < count; i++) args[i] = constant(i - 3);
     return PyTuple_GetItem(others, STATS);
   }
@@ -308,11 +322,42 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
   Reading grad;
   if (!read_channel_norm(args, c, strides) || !read(gradient, grad, &grad_strides) ||
       grad.dtype != c.x.dtype || !same_shape(grad, c.x.t.shape, c.x.t.ndim) ||
-      !PyBytes_Check(stats))
+      !PyBytes_Check(stats) || !read_activation(args[CHANNEL_ACTIVATION], c.job.activation))
     return unsure();
   c.job.grad = data(grad);
   c.problem.has_grad = true;
   set_strides(c, grad_strides, &axisnorm::Axis::grad);
+  c.job.stats = PyBytes_AsString(stats);
+  c.problem.has_running = given;
+  if (given) {
+    c.task.running_mean = c.job.stats;
+    c.task.running_var = (const double *)c.job.stats + c.channels;
+    c.task.running_mean_dtype = c.task.running_var_dtype = F64;
+  }
+  // False: there is no plan, or the statistics are others.
+  const auto planned = [&](Channels &norm, axisnorm::Plan &plan) {
+    plan = axisnorm::make_plan(norm.problem);
+    norm.job.divisor = (double)plan.nest.group_size;
+    const int64_t size = given ? 2 * c.channels * 8
+                               : 3 * plan.nest.groups * (c.x.dtype == F64 ? 8 : 4);
+    return !plan.refused && PyBytes_Size(stats) == size;
+  };
+  axisnorm::Plan plan;
+  PyObject *behind = nullptr;  // the gradient of what is activated
+  if (c.job.activation) {
+    Channels norm = c;
+    behind = like(args[X], c.x.size, c.x.dtype, norm.job.y, &grad_strides);
+    if (!behind) return nullptr;
+    norm.problem.has_y = true;
+    set_strides(norm, grad_strides, &axisnorm::Axis::y);
+    const bool known = planned(norm, plan);
+    if (!known || !run([&] { axisnorm::forward(plan, norm.job, norm.task); }, c.x.size)) {
+      Py_DECREF(behind);
+      return known ? nullptr : unsure();
+    }
+    c.job.grad = norm.job.y;
+    set_strides(c, grad_strides, &axisnorm::Axis::grad);
+  }
   PyObject *results[3] = {};
   void **targets[3] = {&c.job.dx, &c.job.dweight, &c.job.dbias};
   bool fine = true;
@@ -325,28 +370,16 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
   PyObject *result = nullptr;
   if (fine) {
     if ((c.problem.has_dx = c.job.dx)) set_strides(c, strides, &axisnorm::Axis::dx);
-    c.problem.has_running = given;
-    const axisnorm::Plan plan = axisnorm::make_plan(c.problem);
-    const int64_t size = given ? 2 * c.channels * 8
-                               : 3 * plan.nest.groups * (c.x.dtype == F64 ? 8 : 4);
-    if (plan.refused || PyBytes_Size(stats) != size) {
+    if (!planned(c, plan)) {
       result = unsure();
-    } else {
-      c.job.divisor = (double)plan.nest.group_size;
-      c.job.stats = PyBytes_AsString(stats);
-      if (given) {
-        c.task.running_mean = c.job.stats;
-        c.task.running_var = (const double *)c.job.stats + c.channels;
-        c.task.running_mean_dtype = c.task.running_var_dtype = F64;
-      }
-      if (run([&] { axisnorm::backward(plan, c.job, c.task); }, c.x.size)) {
-        PyObject *all[3];
-        for (int i = 0; i < 3; i++) all[i] = results[i] ? results[i] : Py_None;
-        result = PyTuple_Pack(4, all[0], all[1], all[2], Py_None);
-      }
+    } else if (run([&] { axisnorm::backward(plan, c.job, c.task); }, c.x.size)) {
+      PyObject *all[3];
+      for (int i = 0; i < 3; i++) all[i] = results[i] ? results[i] : Py_None;
+      result = PyTuple_Pack(4, all[0], all[1], all[2], Py_None);
     }
   }
   for (PyObject *r : results) Py_XDECREF(r);
+  Py_XDECREF(behind);
   return result;
 }
 
@@ -369,10 +402,11 @@ PyObject *connect_nodes(PyObject *, PyObject *given) {
 }
 
 // The output of the common arguments; with `stats`, also what backward needs.
-PyObject *compute(PyObject *const *args, PyObject **stats) {
+PyObject *compute(PyObject *const *args, int32_t activation, PyObject **stats) {
   Job job = {};
   Reading x;
   if (!read_common(args, job, x)) return unsure();
+  job.activation = activation;
   PyObject *y = like(args[X], x.size, x.dtype, job.y);
   if (y && stats && !(*stats = new_stats(job))) Py_CLEAR(y);
   if (y && !run_rows(axisnorm::forward, job)) Py_CLEAR(y);
@@ -380,18 +414,21 @@ PyObject *compute(PyObject *const *args, PyObject **stats) {
 }
 
 // The whole short way: guard, forward, and where a gradient is needed the autograd node.
-PyObject *short_way(PyObject *const *args) {
-  if (!api || !is_exact(args[X]) || !unwatched()) return unsure();
+PyObject *short_way(PyObject *const *args, PyObject *name) {
+  int32_t activation;
+  if (!api || !is_exact(args[X]) || !unwatched() || !read_activation(name, activation))
+    return unsure();
   // What is no tensor is refused when it is read.
   const bool gradient =
       is_recording() &&
       (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
-  if (!gradient) return compute(args, nullptr);
-  PyObject *stats = nullptr, *y = compute(args, &stats);
+  if (!gradient) return compute(args, activation, nullptr);
+  PyObject *stats = nullptr, *y = compute(args, activation, &stats);
   if (!stats) return y;  // unsure, or an error
   PyObject *shape = y ? PySequence_Tuple(args[SHAPE]) : nullptr;  // a list of the caller's could change
-  PyObject *result = shape ? noted(args, y, PyTuple_Pack(7, stats, args[BIAS], shape, args[EPS],
-                                                         args[OFFSET], args[CENTER], args[ROUNDED]))
+  PyObject *result = shape ? noted(args, y, PyTuple_Pack(8, stats, args[BIAS], shape, args[EPS],
+                                                         args[OFFSET], args[CENTER], args[ROUNDED],
+                                                         name))
                            : nullptr;
   for (PyObject *used : {y, stats, shape}) Py_XDECREF(used);
   return result;
@@ -403,22 +440,23 @@ PyObject *node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "node_forward takes 5 arguments");
     return nullptr;
   }
-  PyObject *ctx = args[0], *y = PyTuple_GetItem(args[4], 0);
-  PyObject *saved = PyTuple_Pack(2, args[1], args[2]);
+  PyObject *ctx = args[0], *y = PyTuple_GetItem(args[4], 0), *kept = PyTuple_GetItem(args[4], 1);
+  const bool activated = PyTuple_GetItem(kept, PyTuple_Size(kept) - 1) != Py_None;
+  PyObject *saved = PyTuple_Pack(activated ? 3 : 2, args[1], args[2], args[3]);
   const bool fine = saved && !PyObject_SetAttr(ctx, names.to_save, saved) &&
-                    !PyObject_SetAttr(ctx, names.kept, PyTuple_GetItem(args[4], 1));
+                    !PyObject_SetAttr(ctx, names.kept, kept);
   Py_XDECREF(saved);
   if (!fine) return nullptr;
   Py_INCREF(y);
   return y;
 }
 
-// short_layer_norm(x, normalized_shape, weight, bias, eps) -> y
+// short_layer_norm(x, normalized_shape, weight, bias, eps, activation) -> y
 PyObject *short_layer_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 5) return unsure();
+  if (count != 6) return unsure();
   static PyObject *const zero = PyFloat_FromDouble(0.0);
   PyObject *common[COMMON] = {args[0], args[2], args[3], args[1], args[4], zero, Py_True, Py_False};
-  return short_way(common);
+  return short_way(common, args[5]);
 }
 
 // False: neither of the two texts.
@@ -428,28 +466,38 @@ bool read_rounding(PyObject *text, bool &once) {
   return once || PyUnicode_CompareWithASCIIString(text, "before_affine") == 0;
 }
 
-// short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding) -> y
+// short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding, activation) -> y
 PyObject *short_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   bool once;
-  if (count != 6 || !read_rounding(args[5], once)) return unsure();
+  if (count != 7 || !read_rounding(args[5], once)) return unsure();
   PyObject *common[COMMON] = {args[0], args[2], Py_None,  args[1],
                               args[3], args[4], Py_False, once ? Py_False : Py_True};
-  return short_way(common);
+  return short_way(common, args[6]);
 }
 
 // (dx, dweight, dbias, None), or None.
 PyObject *short_backward(const Kept &node, PyObject *const *grads) {
   if (!is_exact(grads[0]) || !is_positive(grads[0])) return unsure();
   if (node.of_channels()) return channel_backward(node, grads[0]);
-  PyObject *common[COMMON], *const stats = node.inputs(common, COMMON);
+  PyObject *common[ACTIVATION + 1], *const stats = node.inputs(common, ACTIVATION + 1);
   Job job = {};
   Reading x, grad;
-  if (!read_common(common, job, x) || !read(grads[0], grad) || grad.dtype != x.dtype ||
+  if (!read_common(common, job, x) || !read_activation(common[ACTIVATION], job.activation) || !read(grads[0], grad) || grad.dtype != x.dtype ||
       !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
     return unsure();
   job.grad = data(grad);
   job.stats = PyBytes_AsString(stats);
+  PyObject *behind = nullptr;  // the gradient of what is activated
+  if (job.activation) {
+    Job norm = job;
+    behind = like(common[X], x.size, x.dtype, norm.y);
+    if (!behind || !run_rows(axisnorm::forward, norm)) {
+      Py_XDECREF(behind);
+      return nullptr;
+    }
+    job.grad = norm.y;
+  }
   PyObject *results[3] = {};
   void **targets[3] = {&job.dx, &job.dweight, &job.dbias};
   bool fine = true;
@@ -464,6 +512,7 @@ PyObject *short_backward(const Kept &node, PyObject *const *grads) {
     result = PyTuple_Pack(4, all[0], all[1], all[2], Py_None);
   }
   for (PyObject *r : results) Py_XDECREF(r);
+  Py_XDECREF(behind);
   return result;
 }
 

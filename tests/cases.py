@@ -102,17 +102,19 @@ def epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def assert_close(actual: torch.Tensor, exact: torch.Tensor, ulps: float = 4.0) -> None:
+def assert_close(
+    actual: torch.Tensor, exact: torch.Tensor, ulps: float = 4.0, scale: float | None = None
+) -> None:
     """An output against the exact one, given in a wider type.
 
-    float32 and float64: within ``ulps`` units in the last place of the largest output. Half
-    types: correctly rounded up to 2 % of half a unit, beside the float32 error.
+    float32 and float64: within ``ulps`` units in the last place of the largest output or of
+    ``scale``. Half types: correctly rounded up to 2 % of half a unit, beside the float32 error.
     """
     assert actual.shape == exact.shape
     if exact.numel() == 0:
         return
     error = _error(actual, exact)
-    largest = exact.abs().max()
+    largest = exact.abs().max() if scale is None else torch.tensor(scale)
     info = torch.finfo(torch.float64 if actual.dtype == torch.float64 else torch.float32)
     allowed = ulps * info.eps * largest.clamp_min(info.smallest_normal)
     if actual.dtype in (torch.float16, torch.bfloat16):

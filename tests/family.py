@@ -95,6 +95,21 @@ FAMILY = {
     "batch_norm, evaluation": Member(
         lambda x, w, b, m, v: axisnorm.batch_norm(x, m, v.exp(), w, b), (*BATCH, (3,), (3,))
     ),
+    "layer_norm, gelu": Member(
+        lambda x, w, b: axisnorm.layer_norm(x, 4, w, b, activation="gelu"), ROW
+    ),
+    "rms_norm, silu, mask": Member(
+        lambda x, w: axisnorm.rms_norm(x, 4, w, mask=MASK, activation="silu"), ROW[:2]
+    ),
+    "group_norm, silu": Member(
+        lambda x, w, b: axisnorm.group_norm(x, 2, w, b, activation="silu"), ((2, 4, 3), (4,), (4,))
+    ),
+    "batch_norm, moving, gelu": Member(
+        lambda x, w, b: axisnorm.batch_norm(x, *fresh(), w, b, True, activation="gelu"), BATCH
+    ),
+    "batch_norm, evaluation, silu": Member(
+        lambda x, w, b: axisnorm.batch_norm(x, MEAN, VAR, w, b, activation="silu"), BATCH
+    ),
     "add_layer_norm": Member(lambda x, r, w, b: axisnorm.add_layer_norm(x, r, 4, w, b), SUM),
     "add_layer_norm, prenorm": Member(
         lambda x, r, w, b: axisnorm.add_layer_norm(x, r, 4, w, b, prenorm=True), SUM

@@ -238,7 +238,7 @@ def test_compilers() -> None:
     def right() -> bool:
         torch.compiler._is_compiling_flag = True
         try:
-            return _torch.short_layer_norm(x, (4,), w, b, 1e-5) is None
+            return _torch.short_layer_norm(x, (4,), w, b, 1e-5, None) is None
         finally:
             torch.compiler._is_compiling_flag = False
 
@@ -278,21 +278,21 @@ SPOILED: dict[str, Callable[[T], Any]] = {
 }
 
 SHORT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = {
-    "layer_norm": (_torch.short_layer_norm, (0, (4,), 1, 2, 1e-5), (0, 2, 3)),
-    "rms_norm": (_torch.short_rms_norm, (0, (4,), 1, 1e-5, 0.0, "once"), (0, 2)),
+    "layer_norm": (_torch.short_layer_norm, (0, (4,), 1, 2, 1e-5, None), (0, 2, 3)),
+    "rms_norm": (_torch.short_rms_norm, (0, (4,), 1, 1e-5, 0.0, "once", None), (0, 2)),
     "group_norm": (
         _torch.short_channel_norm,
-        (0, 1, 2, _route.GROUP, 2, 1e-5, None, None, True, 0.1),
+        (0, 1, 2, _route.GROUP, 2, 1e-5, None, None, True, 0.1, None),
         (0, 1, 2),
     ),
     "batch_norm": (
         _torch.short_channel_norm,
-        (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, True, 0.1),
+        (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, True, 0.1, None),
         (0, 1, 2, 6, 7),
     ),
     "batch_norm in evaluation": (
         _torch.short_channel_norm,
-        (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, False, 0.1),
+        (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, False, 0.1, None),
         (0, 1, 2, 6, 7),
     ),
     "add_layer_norm": (

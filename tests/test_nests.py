@@ -563,3 +563,45 @@ def test_writing_past_the_caches_gives_the_same_bits(
     for stored, streamed in zip(*found, strict=True):
         assert torch.equal(stored, streamed)
     assert torch.isfinite(found[1][0]).all()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_sums_that_overflow_on_the_way_but_cancel(dtype: torch.dtype, masked: bool) -> None:
+    """dweight and dbias were NaN or infinite where a partial sum exceeds the type that sums."""
+    largest = torch.finfo(dtype).max
+    for case in (
+        Case(Scheme("... [d]; affine=d"), (600, 40)),
+        Case(Scheme("... [d]; affine=d; center=false; rounding=before_affine"), (10, 33)),
+        Case(Scheme("n c [...]; affine=c"), (4, 5, 10, 10)),
+        Case(Scheme("[n] c [l]; affine=c l"), (8, 3, 40)),
+        Case(Scheme("n [c] ...; affine=c"), (2, 12, 10, 20)),
+        Case(Scheme("n [c] l; affine=c l"), (4, 12, 20)),
+        Case(Scheme("[n] c; affine=c"), (64, 40)),
+        Case(Scheme("n (g=4 [c]) [...]; affine=g c"), (2, 12, 6, 6)),
+    ):
+        half = (case.shape[0] + 1) // 2
+        x = values((half, *case.shape[1:]), dtype)
+        grad = values(x.shape, dtype, 3).sign() * (largest * 0.9)
+        # The second half takes away what the first one has added; so the rest is what remains.
+        x = torch.cat([x, x])[: case.shape[0]].requires_grad_()
+        grad = torch.cat([grad, -grad])[: case.shape[0]]
+        grad[0] = grad[0] * (1 - 1 / 64)
+        valid = torch.ones(case.shape, dtype=torch.bool) if masked else None
+        weight, bias = (torch.nn.Parameter(t) for t in parameters(case, torch.float64))
+        y = axisnorm.normalize(x, case.scheme, weight, bias, mask=valid)
+        found = torch.autograd.grad(y, (weight, bias), grad)
+        scaled = 2.0**-64
+        _, *true = reference.backward(
+            grad.double() * scaled, x.detach().double(), case.scheme, weight, bias
+        )
+        for actual, exact in zip(found, true, strict=True):
+            wanted = exact / scaled
+            assert bool(wanted.isfinite().all())
+            error = (actual - wanted).abs().max()
+            # Of the terms, which are up to a few times as large as the gradient.
+            own = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+            half_units = torch.finfo(dtype).eps if "before" in str(case.scheme) else 0.0
+            size = float(grad.double().abs().max()) * x.numel() / weight.numel()
+            assert error <= (8 * own + half_units) * size

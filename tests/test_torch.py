@@ -46,10 +46,10 @@ Door = Callable[..., torch.Tensor]
 @needs_short_way
 def test_the_short_way_is_taken() -> None:
     x, w, b = values((2, 8)), values((8,)), values((8,))
-    assert _torch.short_layer_norm(x, (8,), w, b, 1e-5) is not None
-    assert _torch.short_layer_norm(x, [8], None, torch.nn.Parameter(b), 1) is not None
-    assert _torch.short_layer_norm(x.requires_grad_(), (8,), w, b, 1e-5).requires_grad
-    assert _torch.short_rms_norm(x, (8,), w, None, 0.0, "once") is not None
+    assert _torch.short_layer_norm(x, (8,), w, b, 1e-5, None) is not None
+    assert _torch.short_layer_norm(x, [8], None, torch.nn.Parameter(b), 1, "relu") is not None
+    assert _torch.short_layer_norm(x.requires_grad_(), (8,), w, b, 1e-5, None).requires_grad
+    assert _torch.short_rms_norm(x, (8,), w, None, 0.0, "once", None) is not None
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_short_way_is_taken() -> None:
     ],
 )
 def test_the_short_way_leaves_the_unusual_alone(arguments: tuple[Any, ...]) -> None:
-    assert _torch.short_layer_norm(*arguments) is None
+    assert _torch.short_layer_norm(*arguments, None) is None
 
 
 # --- One test for each line of the guard: without it the result is silently wrong.

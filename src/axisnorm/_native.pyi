@@ -22,6 +22,8 @@ def forward(
     var: int,
     count: int,
     constants: tuple[Any, ...],
+    activation: int,
+    grad: Given,
 ) -> str | None: ...
 def backward(
     axes: bytes,
@@ -111,9 +113,18 @@ def add_backward(
 # torch tensors; None where anything is unusual
 def connect(table: Any, watch: dict[str, Any], /) -> bool: ...
 def connect_nodes(given: dict[str, Any], /) -> None: ...
-def short_layer_norm(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, /) -> Any: ...
+def short_layer_norm(
+    x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any, /
+) -> Any: ...
 def short_rms_norm(
-    x: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any, /
+    x: Any,
+    normalized_shape: Any,
+    weight: Any,
+    eps: Any,
+    weight_offset: Any,
+    rounding: Any,
+    activation: Any,
+    /,
 ) -> Any: ...
 def short_channel_norm(
     x: Any,
@@ -126,6 +137,7 @@ def short_channel_norm(
     running_var: Any,
     batch: Any,
     momentum: Any,
+    activation: Any,
     /,
 ) -> Any: ...
 def node_forward(ctx: Any, x: Any, weight: Any, bias: Any, found: Any, /) -> Any: ...

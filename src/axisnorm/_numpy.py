@@ -30,7 +30,12 @@ def is_tracing() -> bool:
     return False
 
 
-def normalize(inputs: Inputs, scheme: Scheme | str, out: Array | None = None) -> Array:
+def normalize(
+    inputs: Inputs,
+    scheme: Scheme | str,
+    out: Array | None = None,
+    activation: str | None = None,
+) -> Array:
     """Normalize an array; batch statistics move given running statistics."""
     scheme = as_scheme(scheme)
     inputs, sizes = _checked(inputs, scheme)
@@ -41,7 +46,7 @@ def normalize(inputs: Inputs, scheme: Scheme | str, out: Array | None = None) ->
     native = _is_native(used, sizes)
     if native:
         measured = _Measured(used, sizes) if moving else None
-        y = _native_forward(used, sizes, out, measured)
+        y = _native_forward(used, sizes, out, measured, activation)
         if measured is not None:
             _move(inputs, sizes, measured.moments())
         return y
@@ -55,6 +60,7 @@ def normalize(inputs: Inputs, scheme: Scheme | str, out: Array | None = None) ->
             mask=used.mask,
             running_mean=used.running_mean,
             running_var=used.running_var,
+            activation=activation,
         )
     if moving:
         _move(inputs, sizes, moments)
@@ -131,20 +137,30 @@ def _is_affine(inputs: Inputs) -> bool:
 
 
 def _native_forward(
-    inputs: Inputs, sizes: Sizes, out: Array | None, measured: _Measured | None
+    inputs: Inputs,
+    sizes: Sizes,
+    out: Array | None,
+    measured: _Measured | None,
+    activation: str | None,
 ) -> Array:
     y = out
     if y is None or any(t is not None and np.may_share_memory(y, t) for t in inputs):
         # In the order of x; and nothing is overwritten before it is read.
         y = empty_like(inputs.x)
-    _run(inputs, sizes, y, measured)
+    _run(inputs, sizes, y, measured, activation)
     if out is None or out is y:
         return y
     out[...] = y
     return out
 
 
-def _run(inputs: Inputs, sizes: Sizes, y: Array | None, measured: _Measured | None) -> None:
+def _run(
+    inputs: Inputs,
+    sizes: Sizes,
+    y: Array | None,
+    measured: _Measured | None,
+    activation: str | None = None,
+) -> None:
     """One call of the kernel, which writes ``y`` and the statistics."""
     x, target = inputs.x, y
     weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
@@ -169,6 +185,8 @@ def _run(inputs: Inputs, sizes: Sizes, y: Array | None, measured: _Measured | No
             _address(measured and measured.var),
             _address(measured.count if measured is not None and mask is not None else None),
             _constants(x, weight, bias, running, sizes),
+            _route.activation_code(activation),
+            _given(None),
         )
 
     if refused() is not None:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from . import _build
+from .reference import ACTIVATIONS
 from .scheme import Scheme, Sizes
 
 __all__ = [
     "DTYPES",
     "Route",
+    "activation_code",
     "axes",
     "channels",
     "choose",
@@ -140,6 +142,11 @@ def channels(sizes: Sizes) -> tuple[int, int, int] | None:
     count = math.prod(sizes.expanded[i] for i in inside)
     after = math.prod(sizes.expanded[i] for i in kept if inside and i > inside[-1])
     return count, sizes.num_groups // count, after
+
+
+def activation_code(name: str | None) -> int:
+    """As csrc/norm.h counts what follows a norm."""
+    return 0 if name is None else 1 + ACTIVATIONS.index(name)
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -25,6 +25,7 @@ from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 __all__ = [
     "Inputs",
     "Tensor",
+    "activate",
     "empty_cache",
     "exported",
     "handle_torch_function",
@@ -123,15 +124,18 @@ def _long_backward(
     ctx: Any, saved: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The gradients where something watches, create_graph for example."""
-    x, weight = saved
+    x = saved[0]
     assert x is not None
-    kept, bias, *constants = ctx.kept
-    inputs = Inputs(x, weight, bias)
+    kept, bias, *constants, activation = ctx.kept
+    # The bias is saved where there is an activation.
+    inputs = Inputs(x, saved[1], saved[2] if activation else bias)
+    needs = ctx.needs_input_grad
     if not isinstance(constants[0], tuple):
-        return (*_channel_gradients(grad, inputs, kept, constants, ctx.needs_input_grad), None)
+        found = _channel_gradients(grad, inputs, kept, constants, needs, activation)
+        return (*found, None)
     scheme = _scheme_of_rows(*constants)
     stats = torch.frombuffer(bytearray(kept), dtype=_compute_type(x)).view(3, -1)
-    return (*_gradients(grad, inputs, stats, scheme, ctx.needs_input_grad), None)
+    return (*_gradients(grad, inputs, stats, scheme, needs, activation), None)
 
 
 def _scheme_of_rows(
@@ -147,7 +151,12 @@ def _scheme_of_rows(
 
 
 def _channel_gradients(
-    grad: Tensor, inputs: Inputs, kept: bytes, constants: Sequence[Any], needs: Sequence[bool]
+    grad: Tensor,
+    inputs: Inputs,
+    kept: bytes,
+    constants: Sequence[Any],
+    needs: Sequence[bool],
+    activation: str | None,
 ) -> tuple[Tensor | None, ...]:
     kind, groups, eps, given = constants
     scheme = (
@@ -163,12 +172,12 @@ def _channel_gradients(
         bytearray(kept), dtype=torch.float64 if given else _compute_type(inputs.x)
     )
     if not given:
-        return _gradients(grad, inputs, values.view(3, -1), scheme, needs)
+        return _gradients(grad, inputs, values.view(3, -1), scheme, needs, activation)
     scheme = scheme.replace(statistics="running")
     mean, var = values.view(2, -1)
     inputs = inputs._replace(running_mean=mean, running_var=var)
     stats = values.new_empty((3, _sizes(inputs.x, scheme).num_groups))  # not read
-    return _gradients(grad, inputs, stats, scheme, needs)
+    return _gradients(grad, inputs, stats, scheme, needs, activation)
 
 
 # What the native module asks, calls and compares types with. Whoever may be watching is asked by a
@@ -218,12 +227,18 @@ if _is_connected:
 # The long way
 
 
-def normalize(inputs: Inputs, scheme: Scheme | str, out: Tensor | None = None) -> Tensor:
+def normalize(
+    inputs: Inputs,
+    scheme: Scheme | str,
+    out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
     """Normalize a torch tensor; batch statistics move given running statistics."""
     if _is_compiling() or is_tracing():
         if out is not None:
             _check_out(inputs, out)
         y = (exported if _onnx.is_exporting() else _normalize_by_ops)(inputs, scheme)
+        y = activate(y, activation)
         return y if out is None else out.copy_(y)
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
@@ -239,15 +254,20 @@ def normalize(inputs: Inputs, scheme: Scheme | str, out: Tensor | None = None) -
         used = inputs._replace(running_mean=kept[0], running_var=kept[1])
     found: list[Statistics] | None = [] if moving else None
     if _is_watched() or not _is_plain(*inputs, out) or _needs_grad(*inputs[4:]):
-        y = _normalize_by_ops(inputs if moving else used, str(scheme))
+        y = activate(_normalize_by_ops(inputs if moving else used, str(scheme)), activation)
         moving = False
     elif _needs_grad(*inputs[:3]):
-        y = _Norm.apply(*used, scheme, found)
+        y = _Norm.apply(*used, scheme, found, activation)
     else:
-        y, _ = _forward(used, scheme, found, out)
+        y, _ = _forward(used, scheme, found, out, activation)
     if moving and found:
         _move(inputs, scheme, found[0])
     return y if out is None or y is out else out.copy_(y)
+
+
+def activate(y: Tensor, activation: str | None) -> Tensor:
+    """By torch's own function, for what the kernels do not compute. It leaves masked zeros zero."""
+    return y if activation is None else getattr(torch.nn.functional, activation)(y)
 
 
 def statistics(x: Tensor, scheme: Scheme | str, mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -278,7 +298,9 @@ def exported(inputs: Inputs, scheme: Scheme | str) -> Tensor:
         return _onnx.normalize(inputs, meaning)
 
 
-def _differentiable(inputs: Inputs, scheme: Scheme) -> tuple[Tensor, reference.Moments]:
+def _differentiable(
+    inputs: Inputs, scheme: Scheme, activation: str | None = None
+) -> tuple[Tensor, reference.Moments]:
     return reference.forward(
         inputs.x,
         scheme,
@@ -287,6 +309,7 @@ def _differentiable(inputs: Inputs, scheme: Scheme) -> tuple[Tensor, reference.M
         mask=inputs.mask,
         running_mean=inputs.running_mean,
         running_var=inputs.running_var,
+        activation=activation,
     )
 
 
@@ -408,22 +431,29 @@ class _Norm(Function):
         running_var: Tensor | None,
         scheme: Scheme,
         found: list[Statistics] | None,
+        activation: str | None,
     ) -> Tensor:
         inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
-        y, stats = _forward(inputs, scheme, found)
+        y, stats = _forward(inputs, scheme, found, activation=activation)
         ctx.save_for_backward(*inputs, stats)
-        ctx.scheme = scheme
+        ctx.scheme, ctx.activation = scheme, activation
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, stats = ctx.saved_tensors
-        found = _gradients(grad, Inputs(*inputs), stats, ctx.scheme, ctx.needs_input_grad)
-        return (*found, *[None] * 5)
+        needs = ctx.needs_input_grad
+        found = _gradients(grad, Inputs(*inputs), stats, ctx.scheme, needs, ctx.activation)
+        return (*found, *[None] * 6)
 
 
 def _gradients(
-    grad: Tensor, inputs: Inputs, stats: Tensor, scheme: Scheme, needs: Sequence[bool]
+    grad: Tensor,
+    inputs: Inputs,
+    stats: Tensor,
+    scheme: Scheme,
+    needs: Sequence[bool],
+    activation: str | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, weight and bias, None where not needed."""
     compiling = _is_compiling()
@@ -434,17 +464,28 @@ def _gradients(
     if not compiling and (differentiated or _transforms() or _is_batched(grad)):
         # create_graph, a dual or a batched gradient: by the reference, whose operations torch can
         # differentiate and batch again.
-        found = _reference_backward(grad, inputs, scheme)
+        found = _reference_backward(grad, inputs, scheme, activation)
     elif compiling or _dispatch_modes() or is_tracing() or not _is_plain(grad, stats, *inputs):
+        if activation is not None:
+            z, _ = torch.ops.axisnorm.norm_fwd(*inputs[:4], str(scheme), *inputs[4:])
+            grad = _behind(z, grad, activation)
         found = torch.ops.axisnorm.norm_bwd(grad, *inputs, stats, str(scheme))
     else:
-        return _backward(grad, inputs, stats, scheme, needs)
+        return _backward(grad, inputs, stats, scheme, needs, activation)
     dx, dweight, dbias = (g if need else None for g, need in zip(found, needs, strict=False))
     return dx, dweight, dbias
 
 
+def _behind(z: Tensor, grad: Tensor, activation: str) -> Tensor:
+    """The gradient of z for that of the activation of z, by torch's own operators."""
+    aten = torch.ops.aten
+    if activation == "relu":
+        return aten.threshold_backward(grad, z, 0)
+    return (aten.silu_backward if activation == "silu" else aten.gelu_backward)(grad, z)
+
+
 def _reference_backward(
-    grad: Tensor, inputs: Inputs, scheme: Scheme
+    grad: Tensor, inputs: Inputs, scheme: Scheme, activation: str | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return reference.backward(
         grad,
@@ -455,6 +496,7 @@ def _reference_backward(
         mask=inputs.mask,
         running_mean=inputs.running_mean,
         running_var=inputs.running_var,
+        activation=activation,
     )
 
 
@@ -467,6 +509,7 @@ def _forward(
     scheme: Scheme,
     found: list[Statistics] | None = None,
     out: Tensor | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output and the statistics (3, groups): hi, lo and rstd. ``found`` takes all of them."""
     x = inputs.x
@@ -479,8 +522,8 @@ def _forward(
         if found is not None:
             measured = _new_measured(inputs, sizes, stats)
             found.append(measured)
-        return _native_forward(inputs, sizes, stats, measured, out), stats
-    y, moments = _differentiable(inputs, scheme)
+        return _native_forward(inputs, sizes, stats, measured, out, activation), stats
+    y, moments = _differentiable(inputs, scheme, activation)
     if found is not None:
         found.append(moments)
     return (torch.empty_like(x) if out is None else out).copy_(y), _narrowed(moments, kind)
@@ -502,7 +545,12 @@ def _new_measured(inputs: Inputs, sizes: Sizes, stats: Tensor) -> Measured:
 
 
 def _backward(
-    grad: Tensor, inputs: Inputs, stats: Tensor, scheme: Scheme, needs: Sequence[bool]
+    grad: Tensor,
+    inputs: Inputs,
+    stats: Tensor,
+    scheme: Scheme,
+    needs: Sequence[bool],
+    activation: str | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x = inputs.x
     sizes = _sizes(x, scheme)
@@ -513,8 +561,10 @@ def _backward(
             "The input was changed since the forward pass: leave it alone until backward."
         )
     if _route_of(inputs, sizes).engine == "native":
+        if activation is not None:
+            grad = _native_behind(grad, inputs, sizes, stats, activation)
         return _native_backward(grad, inputs, sizes, stats, needs)
-    dx, dweight, dbias = _reference_backward(grad, inputs, scheme)
+    dx, dweight, dbias = _reference_backward(grad, inputs, scheme, activation)
     return (
         torch.empty_like(x).copy_(dx) if needs[0] else None,
         dweight if needs[1] else None,
@@ -561,6 +611,7 @@ def _native_forward(
     stats: Tensor,
     measured: Measured | None,
     out: Tensor | None,
+    activation: str | None,
 ) -> Tensor:
     x = inputs.x
     y = _torch_memory.empty_like(x) if out is None else out
@@ -568,12 +619,21 @@ def _native_forward(
     if out is not None and any(_share_memory(out, t) for t in inputs):
         # Nothing is overwritten before it is read.
         target = torch.empty_like(x)
-    _run_forward(inputs, sizes, target, measured, stats)
+    _run_forward(inputs, sizes, target, measured, stats, activation)
     if target is not y:
         y.copy_(target)
     elif out is not None:
         increment_version(out)  # as copy_ does: what was saved of it is gone
     return y
+
+
+def _native_behind(
+    grad: Tensor, inputs: Inputs, sizes: Sizes, stats: Tensor, activation: str
+) -> Tensor:
+    """The gradient of what is activated, by its value, which follows from the statistics."""
+    behind = _torch_memory.empty_like(inputs.x)
+    _run_forward(inputs, sizes, behind, None, stats, activation, grad)
+    return behind
 
 
 def _run_forward(
@@ -582,8 +642,10 @@ def _run_forward(
     y: Tensor | None,
     measured: Measured | None,
     stats: Tensor | None = None,
+    activation: str | None = None,
+    grad: Tensor | None = None,
 ) -> None:
-    """One call of the kernel, which writes ``y`` and the statistics."""
+    """One call of the kernel, which writes ``y`` and the statistics (reads them with ``grad``)."""
     x, mask = inputs.x, inputs.mask
     target = y
     weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
@@ -604,16 +666,24 @@ def _run_forward(
             _address(None if measured is None else measured.var),
             _address(None if measured is None else measured.count),
             _constants(x, weight, bias, running, sizes),
+            _route.activation_code(activation),
+            _given(grad),
         )
 
     if refused() is None:
         return
+    if grad is not None:  # expanded, or of another memory format
+        grad = torch.empty_like(x).copy_(grad)
+        if refused() is None:
+            return
     # The axes are interleaved: everything in one order.
     x = x.contiguous()
     if target is not None:
         target = torch.empty_like(x)
     if expanded is not None:
         expanded = expanded.contiguous()
+    if grad is not None:
+        grad = grad.contiguous()
     again = refused()
     assert again is None, again
     if y is not None and target is not None:

@@ -38,9 +38,11 @@ _CHANNELS = {
 """The axes of other norms, but for GroupNorm's."""
 
 
-def layer_norm(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> Tensor | None:
+def layer_norm(
+    x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any
+) -> Tensor | None:
     """What ``short_layer_norm`` is."""
-    if not _is_usual(x, weight, bias, eps):
+    if activation is not None or not _is_usual(x, weight, bias, eps):
         return None
     axes = _trailing(x, normalized_shape)
     if axes is None:
@@ -49,10 +51,16 @@ def layer_norm(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) 
 
 
 def rms_norm(
-    x: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any
+    x: Any,
+    normalized_shape: Any,
+    weight: Any,
+    eps: Any,
+    weight_offset: Any,
+    rounding: Any,
+    activation: Any,
 ) -> Tensor | None:
     """What ``short_rms_norm`` is."""
-    if not _is_usual(x, weight, None, 0.0 if eps is None else eps):
+    if activation is not None or not _is_usual(x, weight, None, 0.0 if eps is None else eps):
         return None
     if not isinstance(weight_offset, float) or not -1e300 < weight_offset < 1e300:
         return None
@@ -75,9 +83,10 @@ def channel_norm(
     running_var: Any,
     batch: Any,
     momentum: Any,
+    activation: Any,
 ) -> Tensor | None:
     """What ``short_channel_norm`` is."""
-    if not _is_usual(x, weight, bias, eps) or x.dim() < 2:
+    if activation is not None or not _is_usual(x, weight, bias, eps) or x.dim() < 2:
         return None
     if kind == _route.GROUP:
         if not isinstance(groups, int) or groups < 1:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import _numpy, _route
+from .reference import checked_activation
 from .scheme import (
     ArgumentError,
     DtypeError,
@@ -63,6 +64,7 @@ def normalize(
     running_var: Array | None = None,
     mask: Array | None = None,
     out: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""Normalize ``x`` as a scheme says.
 
@@ -81,12 +83,15 @@ def normalize(
         mask: boolean, broadcast to x; True where an element counts. Statistics and gradients are
             those of the valid elements, the output is 0 at the others, whatever stands there.
         out: where to write, like x; it may be x itself. Has no gradient.
+        activation: ``"relu"``, ``"silu"`` or ``"gelu"`` (of erf, torch's default), applied to the
+            result before it is rounded to x's type, in the same pass over memory. Where torch
+            compiles, exports or transforms it is torch's own function, after the rounding.
 
     Returns:
         An array of x's type, shape and memory format.
 
     Raises:
-        ArgumentError: a shape, an axis or a value does not fit.
+        ArgumentError: a shape, an axis, a value or the activation does not fit.
         DtypeError: x is not a floating-point array, or a mask is not boolean.
 
     >>> x = np.array([[1.0, 2.0, 4.0, 1.0], [6.0, 3.0, 2.0, 4.0]])
@@ -100,9 +105,9 @@ def normalize(
     if engine is None:
         return _handle(
             normalize, inputs, x, scheme, weight, bias, running_mean=running_mean,
-            running_var=running_var, mask=mask, out=out,
+            running_var=running_var, mask=mask, out=out, activation=activation,
         )  # fmt: skip
-    return engine.normalize(engine.Inputs(*inputs), scheme, out)
+    return engine.normalize(engine.Inputs(*inputs), scheme, out, checked_activation(activation))
 
 
 def statistics(
@@ -140,6 +145,7 @@ def layer_norm(
     *,
     mask: Array | None = None,
     out: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""LayerNorm over the trailing axes (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
 
@@ -155,6 +161,7 @@ def layer_norm(
         eps: added to the variance.
         mask: see :func:`normalize`.
         out: see :func:`normalize`.
+        activation: see :func:`normalize`.
 
     Raises:
         ArgumentError: x does not end in normalized_shape, or a parameter has another shape.
@@ -163,21 +170,23 @@ def layer_norm(
     [[-0.8165, 0.0, 1.633, -0.8165]]
     """
     if mask is None and out is None:
-        y = _short_layer_norm(x, normalized_shape, weight, bias, eps)
+        y = _short_layer_norm(x, normalized_shape, weight, bias, eps, activation)
         if y is not None:
             return y
     inputs = (x, weight, bias, mask)
     engine = _engine(*inputs)
     if engine is None:
         return _handle(
-            layer_norm, inputs, x, normalized_shape, weight, bias, eps, mask=mask, out=out
-        )
+            layer_norm, inputs, x, normalized_shape, weight, bias, eps, mask=mask, out=out,
+            activation=activation,
+        )  # fmt: skip
+    activation = checked_activation(activation)
     eps = finite("eps", eps)
     sizes = checked_shape(normalized_shape)
     if mask is None and out is None and _foreign(engine, x):
-        return _own("layer_norm", x, sizes, weight, bias, eps)
+        return engine.activate(_own("layer_norm", x, sizes, weight, bias, eps), activation)
     scheme = f"{_trailing(engine, x, sizes)}; eps={eps!r}"
-    return engine.normalize(engine.Inputs(*inputs), scheme, out)
+    return engine.normalize(engine.Inputs(*inputs), scheme, out, activation)
 
 
 def rms_norm(
@@ -190,6 +199,7 @@ def rms_norm(
     rounding: str = "once",
     mask: Array | None = None,
     out: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""RMSNorm over the trailing axes (Zhang and Sennrich 2019, arXiv:1910.07467).
 
@@ -205,6 +215,7 @@ def rms_norm(
         rounding: ``"before_affine"`` rounds x / rms to the type of x before the weight (Llama).
         mask: see :func:`normalize`.
         out: see :func:`normalize`.
+        activation: see :func:`normalize`.
 
     Raises:
         ArgumentError: x does not end in normalized_shape, or the weight has another shape.
@@ -213,7 +224,7 @@ def rms_norm(
     [0.3651484, 0.7302967, 1.0954451, 1.4605935]
     """
     if mask is None and out is None:
-        y = _short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding)
+        y = _short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding, activation)
         if y is not None:
             return y
     inputs = (x, weight, None, mask)
@@ -221,16 +232,17 @@ def rms_norm(
     if engine is None:
         return _handle(
             rms_norm, inputs, x, normalized_shape, weight, eps, weight_offset=weight_offset,
-            rounding=rounding, mask=mask, out=out,
+            rounding=rounding, mask=mask, out=out, activation=activation,
         )  # fmt: skip
+    activation = checked_activation(activation)
     sizes = checked_shape(normalized_shape)
     eps = None if eps is None else finite("eps", eps)
     plain = weight_offset == 0 and rounding == "once" and mask is None and out is None
     if plain and engine is not _numpy and (engine.is_foreign(x) or x.is_complex()):
-        return _own("rms_norm", x, sizes, weight, eps)
+        return engine.activate(_own("rms_norm", x, sizes, weight, eps), activation)
     fields = _rms_fields(eps, weight_offset, rounding)
     scheme = f"{_trailing(engine, x, sizes)}; {fields}"
-    return engine.normalize(engine.Inputs(*inputs), scheme, out)
+    return engine.normalize(engine.Inputs(*inputs), scheme, out, activation)
 
 
 def layer_norm_2d(
@@ -241,6 +253,7 @@ def layer_norm_2d(
     *,
     mask: Array | None = None,
     out: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""LayerNorm over the channels of a channels-first tensor (ConvNeXt, arXiv:2201.03545).
 
@@ -253,17 +266,21 @@ def layer_norm_2d(
         eps: added to the variance.
         mask: see :func:`normalize`.
         out: see :func:`normalize`.
+        activation: see :func:`normalize`.
 
     >>> layer_norm_2d(np.array([[[0.0], [2.0]]])).round(4).tolist()
     [[[-1.0], [1.0]]]
     """
     if mask is None and out is None:
-        y = _short_channel_norm(x, weight, bias, _route.LAYER_2D, None, eps, None, None, True, 0.0)
+        y = _short_channel_norm(
+            x, weight, bias, _route.LAYER_2D, None, eps, None, None, True, 0.0, activation
+        )
         if y is not None:
             return y
     return normalize(
-        x, f"n [c] ...; affine=c; eps={finite('eps', eps)!r}", weight, bias, mask=mask, out=out
-    )
+        x, f"n [c] ...; affine=c; eps={finite('eps', eps)!r}", weight, bias, mask=mask, out=out,
+        activation=activation,
+    )  # fmt: skip
 
 
 def group_norm(
@@ -275,6 +292,7 @@ def group_norm(
     *,
     mask: Array | None = None,
     out: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     """GroupNorm of a channels-first tensor (Wu and He 2018, arXiv:1803.08494).
 
@@ -288,6 +306,7 @@ def group_norm(
         eps: added to the variance.
         mask: see :func:`normalize`.
         out: see :func:`normalize`.
+        activation: see :func:`normalize`.
 
     Raises:
         ArgumentError: num_groups does not divide the channels.
@@ -297,10 +316,11 @@ def group_norm(
     """
     if mask is None and out is None:
         y = _short_channel_norm(
-            x, weight, bias, _route.GROUP, num_groups, eps, None, None, True, 0.0
+            x, weight, bias, _route.GROUP, num_groups, eps, None, None, True, 0.0, activation
         )
         if y is not None:
             return y
+    activation = checked_activation(activation)
     eps = finite("eps", eps)
     whole = isinstance(num_groups, int) or hasattr(num_groups, "__index__")
     if not whole or num_groups < 1:
@@ -310,9 +330,9 @@ def group_norm(
         )
     engine = _engine(x, weight, bias, mask)
     if mask is None and out is None and engine is not None and _foreign(engine, x):
-        return _own("group_norm", x, num_groups, weight, bias, eps)
+        return engine.activate(_own("group_norm", x, num_groups, weight, bias, eps), activation)
     text = f"n (g={int(num_groups)} [c]) [...]; affine=g c; eps={eps!r}"
-    return normalize(x, text, weight, bias, mask=mask, out=out)
+    return normalize(x, text, weight, bias, mask=mask, out=out, activation=activation)
 
 
 def instance_norm(
@@ -327,6 +347,7 @@ def instance_norm(
     *,
     mask: Array | None = None,
     out: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     """InstanceNorm of a channels-first tensor (Ulyanov et al. 2016, arXiv:1607.08022).
 
@@ -343,6 +364,7 @@ def instance_norm(
         eps: added to the variance.
         mask: see :func:`normalize`.
         out: see :func:`normalize`.
+        activation: see :func:`normalize`.
 
     >>> instance_norm(np.array([[[0.0, 2.0], [5.0, 9.0]]])).round(4).tolist()
     [[[-1.0, 1.0], [-1.0, 1.0]]]
@@ -350,20 +372,23 @@ def instance_norm(
     if mask is None and out is None:
         y = _short_channel_norm(
             x, weight, bias, _route.INSTANCE, None, eps, running_mean, running_var, use_input_stats,
-            momentum,
+            momentum, activation,
         )  # fmt: skip
         if y is not None:
             return y
+    activation = checked_activation(activation)
     eps, momentum = finite("eps", eps), finite("momentum", momentum)
     engine = _engine(x, weight, bias, mask, running_mean, running_var)
     if mask is None and out is None and engine is not None and _foreign(engine, x):
-        return _own(
+        y = _own(
             "instance_norm", x, running_mean, running_var, weight, bias, use_input_stats, momentum,
             eps,
         )  # fmt: skip
+        return engine.activate(y, activation)
     return normalize(
         x, _channels("n c [...]", use_input_stats, momentum, eps), weight, bias,
         running_mean=running_mean, running_var=running_var, mask=mask, out=out,
+        activation=activation,
     )  # fmt: skip
 
 
@@ -379,6 +404,7 @@ def batch_norm(
     *,
     mask: Array | None = None,
     out: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""BatchNorm of a channels-first tensor (Ioffe and Szegedy 2015, arXiv:1502.03167).
 
@@ -400,6 +426,7 @@ def batch_norm(
         eps: added to the variance.
         mask: see :func:`normalize`.
         out: see :func:`normalize`.
+        activation: see :func:`normalize`.
 
     Raises:
         ArgumentError: in training, there is but one value a channel, or eps is not positive; in
@@ -413,18 +440,19 @@ def batch_norm(
         eps = _batch_eps(eps, training)
     if mask is None and out is None:
         y = _short_channel_norm(
-            x, weight, bias, _route.BATCH, None, eps, running_mean, running_var, training, momentum
-        )
+            x, weight, bias, _route.BATCH, None, eps, running_mean, running_var, training, momentum,
+            activation,
+        )  # fmt: skip
         if y is not None:
             return y
+    activation = checked_activation(activation)
     eps, momentum = finite("eps", eps), finite("momentum", momentum)
     engine = _engine(x, weight, bias, mask, running_mean, running_var)
     # torch has a meaning for one axis, if it is empty.
     one_axis = len(x.shape) == 1 and not x.shape[0] and engine is not _numpy
     if mask is None and out is None and engine is not None and (_foreign(engine, x) or one_axis):
-        return _own(
-            "batch_norm", x, running_mean, running_var, weight, bias, training, momentum, eps
-        )
+        y = _own("batch_norm", x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return engine.activate(y, activation)
     if training and engine is not None and len(x.shape) >= 2 and not engine.is_tracing():
         values = math.prod(x.shape) // x.shape[1] if x.shape[1] else 0
         if values == 1:
@@ -436,6 +464,7 @@ def batch_norm(
     return normalize(
         x, _channels("[n] c [...]", training, momentum, eps), weight, bias,
         running_mean=running_mean, running_var=running_var, mask=mask, out=out,
+        activation=activation,
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """Modules: drop-in subclasses of torch.nn's norms, and :class:`Norm` for any scheme.
 
 ``isinstance``, parameter and buffer names, ``state_dict``, ``repr`` and the constructors are
-torch.nn's; only ``forward`` differs. Every module has a ``scheme`` and takes a ``mask``.
+torch.nn's; only ``forward`` differs. Every module has a ``scheme`` and takes a ``mask``. Those of
+one tensor take a last argument ``activation``, the name of what follows the norm
+(:func:`axisnorm.normalize`); the scheme does not speak of it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from .functional import (
     normalize,
     rms_norm,
 )
+from .reference import checked_activation
 from .scheme import ArgumentError, DtypeError, Scheme, as_scheme
 
 __all__ = [
@@ -53,9 +56,23 @@ __all__ = [
 
 
 class _Traced(torch.nn.Module):
-    """What torch's tracers make of these modules."""
+    """What torch's tracers make of these modules, and what follows the norm."""
 
     __jit_unused_properties__: ClassVar[list[str]] = ["scheme"]
+
+    activation: str | None = None
+    """None too for modules that became one of these, or were pickled before there was one."""
+
+    def _set_activation(self, activation: str | None) -> None:
+        # The class has None: nothing is added to modules that have no activation.
+        if checked_activation(activation) is not None:
+            self.activation = activation
+
+    def _with_activation(self, said: str) -> str:
+        return said if self.activation is None else f"{said}, activation={self.activation!r}"
+
+    def extra_repr(self) -> str:
+        return self._with_activation(super().extra_repr())
 
     def _node(self, *args: Any) -> Any:
         """A call of this module in the graph that torch.fx records, None if it is the graph's root.
@@ -79,9 +96,19 @@ class _Traced(torch.nn.Module):
                 f"torch.jit.script compiles what torch.nn has. {name} came. "
                 "Use torch.jit.trace or torch.export."
             )
+        if self.activation is not None:
+            raise NotImplementedError(
+                "torch.jit.script compiles what torch.nn has. A norm with an activation came. "
+                "Use torch.jit.trace or torch.export, or a module of its own for the activation."
+            )
         twin = copy.copy(self)
         twin.__class__ = getattr(torch.nn, name)
         return twin
+
+
+def _activation(module: Any) -> str | None:
+    """What follows a module's norm: nothing, if it is torch.nn's and calls a forward from here."""
+    return getattr(module, "activation", None)
 
 
 def _reset(module: Any, weight: float = 1.0) -> None:
@@ -120,6 +147,20 @@ class LayerNorm(_Traced, torch.nn.LayerNorm):
     tensor([-0.8165,  0.0000,  1.6330, -0.8165], grad_fn=<_ShortNormBackward>)
     """
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._set_activation(activation)
+
     @property
     def scheme(self) -> Scheme:
         """What this module computes."""
@@ -128,7 +169,15 @@ class LayerNorm(_Traced, torch.nn.LayerNorm):
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
             return node
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, mask=mask)
+        return layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            mask=mask,
+            activation=_activation(self),
+        )
 
 
 class RMSNorm(_Traced, torch.nn.RMSNorm):
@@ -139,6 +188,19 @@ class RMSNorm(_Traced, torch.nn.RMSNorm):
     tensor([0.3651, 0.7303, 1.0954, 1.4606])
     """
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self._set_activation(activation)
+
     @property
     def scheme(self) -> Scheme:
         """What this module computes."""
@@ -147,7 +209,14 @@ class RMSNorm(_Traced, torch.nn.RMSNorm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if isinstance(x, Proxy) and (node := self._node(x, mask)) is not None:
             return node
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps, mask=mask)
+        return rms_norm(
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            mask=mask,
+            activation=_activation(self),
+        )
 
 
 class GroupNorm(_Traced, torch.nn.GroupNorm):
@@ -171,6 +240,7 @@ class GroupNorm(_Traced, torch.nn.GroupNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
+        activation: str | None = None,
     ) -> None:
         if num_groups < 1 or num_channels % num_groups:
             raise ArgumentError(
@@ -180,6 +250,7 @@ class GroupNorm(_Traced, torch.nn.GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:  # not an argument of older versions of torch
             self.register_parameter("bias", None)
+        self._set_activation(activation)
 
     def reset_parameters(self) -> None:
         _reset(self)
@@ -195,7 +266,15 @@ class GroupNorm(_Traced, torch.nn.GroupNorm):
         weight = self.weight
         if weight is None:
             _check_channels(input, 1, self.num_channels)
-        return group_norm(input, self.num_groups, weight, self.bias, self.eps, mask=mask)
+        return group_norm(
+            input,
+            self.num_groups,
+            weight,
+            self.bias,
+            self.eps,
+            mask=mask,
+            activation=_activation(self),
+        )
 
 
 class _ChannelNorm(_Traced, torch.nn.modules.batchnorm._NormBase):
@@ -265,10 +344,12 @@ class _BatchNorm(_ChannelNorm, torch.nn.modules.batchnorm._BatchNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
+        activation: str | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # not an argument of older versions of torch
             self.register_parameter("bias", None)
+        self._set_activation(activation)
 
     @property
     def scheme(self) -> Scheme:
@@ -297,7 +378,16 @@ class _BatchNorm(_ChannelNorm, torch.nn.modules.batchnorm._BatchNorm):
 
         def run(mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
             return batch_norm(
-                input, mean, var, weight, self.bias, batch, momentum, self.eps, mask=mask
+                input,
+                mean,
+                var,
+                weight,
+                self.bias,
+                batch,
+                momentum,
+                self.eps,
+                mask=mask,
+                activation=_activation(self),
             )
 
         if momentum is None and counter is not None:
@@ -358,10 +448,12 @@ class _InstanceNorm(_ChannelNorm, torch.nn.modules.instancenorm._InstanceNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
+        activation: str | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # not an argument of older versions of torch
             self.register_parameter("bias", None)
+        self._set_activation(activation)
 
     @property
     def scheme(self) -> Scheme:
@@ -391,6 +483,7 @@ class _InstanceNorm(_ChannelNorm, torch.nn.modules.instancenorm._InstanceNorm):
             self.momentum if self.momentum is not None else 0.0,
             self.eps,
             mask=mask,
+            activation=_activation(self),
         )
         return y.squeeze(0) if unbatched else y
 
@@ -443,11 +536,14 @@ class _Lazy(torch.nn.modules.batchnorm._LazyNormBase):
         dtype: Any = None,
         *,
         bias: bool = True,
+        activation: str | None = None,
     ) -> None:
         super().__init__(eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # not an argument of older versions of torch
             self.register_parameter("bias", None)
+        self._set_activation(activation)
 
+    _set_activation: Any
     _check_input_dim: Any = _ChannelNorm._check_input_dim
 
     def initialize_parameters(self, input: Tensor, mask: Tensor | None = None) -> None:
@@ -557,6 +653,7 @@ class LayerNorm2d(_Affine):
         device: of the parameters.
         dtype: of the parameters.
         bias: whether there is a bias.
+        activation: what follows the norm; see :func:`axisnorm.normalize`.
 
     Raises:
         ArgumentError: the input has not C channels on axis 1.
@@ -574,11 +671,13 @@ class LayerNorm2d(_Affine):
         dtype: Any = None,
         *,
         bias: bool = True,
+        activation: str | None = None,
     ) -> None:
         super().__init__()
         self.num_channels = num_channels
         self.eps = eps
         self.affine = affine
+        self._set_activation(activation)
         self._add_parameters((num_channels,), affine, affine and bias, device, dtype)
 
     @property
@@ -587,16 +686,19 @@ class LayerNorm2d(_Affine):
         return Scheme.layer_norm_2d(eps=self.eps)
 
     def extra_repr(self) -> str:
-        return (
+        said = (
             f"{self.num_channels}, eps={self.eps}, affine={self.affine}, "
             f"bias={self.bias is not None}"
         )
+        return self._with_activation(said)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
             return node
         _check_channels(input, 1, self.num_channels)
-        return layer_norm_2d(input, self.weight, self.bias, self.eps, mask=mask)
+        return layer_norm_2d(
+            input, self.weight, self.bias, self.eps, mask=mask, activation=self.activation
+        )
 
 
 class AddLayerNorm(LayerNorm):
@@ -720,6 +822,7 @@ class Norm(_Affine):
             BatchNorms by their class, as torch.optim.swa_utils.update_bn, passes over them.
         device: of the parameters and running statistics.
         dtype: of the parameters and running statistics.
+        activation: what follows the norm; see :func:`axisnorm.normalize`.
         fields: further fields of the scheme.
 
     Raises:
@@ -746,9 +849,11 @@ class Norm(_Affine):
         track_running_stats: bool = False,
         device: Any = None,
         dtype: Any = None,
+        activation: str | None = None,
         **fields: Any,
     ) -> None:
         super().__init__()
+        self._set_activation(activation)
         read = as_scheme(scheme).replace(**fields).with_sizes(sizes or {})
         self._scheme = read
         self.track_running_stats = track_running_stats or read.statistics == "running"
@@ -788,13 +893,20 @@ class Norm(_Affine):
             said += [f"{name}=False" for name, p in self._parameters.items() if p is None]
         if self.track_running_stats and self._scheme.statistics == "batch":
             said.append("track_running_stats=True")
-        return ", ".join(said)
+        return self._with_activation(", ".join(said))
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
         if isinstance(input, Proxy) and (node := self._node(input, mask)) is not None:
             return node
         if not self.track_running_stats:
-            return normalize(input, self._scheme, self.weight, self.bias, mask=mask)
+            return normalize(
+                input,
+                self._scheme,
+                self.weight,
+                self.bias,
+                mask=mask,
+                activation=self.activation,
+            )
         scheme = self.scheme
 
         def run(mean: Tensor, var: Tensor, momentum: float | None) -> Tensor:
@@ -806,6 +918,7 @@ class Norm(_Affine):
                 running_mean=mean,
                 running_var=var,
                 mask=mask,
+                activation=self.activation,
             )
 
         if self.training:

@@ -7,18 +7,23 @@ order and passes through every torch transform, so it also serves as double back
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .scheme import Scheme, Sizes
+from .scheme import ArgumentError, Scheme, Sizes
 
 __all__ = [
+    "ACTIVATIONS",
     "Inputs",
     "Moments",
+    "activated",
     "backward",
+    "checked_activation",
+    "derivative",
     "dropout",
     "forward",
     "moments",
@@ -30,6 +35,10 @@ __all__ = [
 
 Array = Any
 """A numpy.ndarray or a torch.Tensor."""
+
+
+ACTIVATIONS = ("relu", "silu", "gelu")
+"""What may follow a norm, in the order of csrc/norm.h from 1 on."""
 
 
 class Inputs(NamedTuple):
@@ -67,6 +76,7 @@ def forward(
     mask: Array | None = None,
     running_mean: Array | None = None,
     running_var: Array | None = None,
+    activation: str | None = None,
 ) -> tuple[Array, Moments]:
     """Normalize ``x`` and return the output in its type, with the statistics in float64.
 
@@ -77,6 +87,8 @@ def forward(
     work = _Work(x, scheme, mask, running_mean, running_var)
     xhat = work.rounded(work.xhat)
     y = work.affine(xhat, weight, bias)
+    if activation is not None:
+        y = activated(y, activation)
     if work.valid is not None:
         y = work.xp.where(work.valid, y, 0.0)
     return _cast(y.reshape(x.shape), x.dtype), work.moments()
@@ -101,6 +113,7 @@ def backward(
     mask: Array | None = None,
     running_mean: Array | None = None,
     running_var: Array | None = None,
+    activation: str | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     r"""The gradients (dx, dweight, dbias) for the gradient ``grad`` of the output.
 
@@ -109,11 +122,14 @@ def backward(
 
     .. math:: dx = r g - \overline{r g} + \frac{2 e}{n - \text{correction}} r'(V) \sum g d
 
-    without the mean where the scheme does not centre.
+    without the mean where the scheme does not centre. Behind an activation, ``grad`` is multiplied
+    by its derivative first.
     """
     work = _Work(x, scheme, mask, running_mean, running_var)
     xp = work.xp
     g = work.wide(grad).reshape(work.expanded)
+    if activation is not None:
+        g = g * derivative(work.affine(work.rounded(work.xhat), weight, bias), activation)
     if work.valid is not None:
         g = xp.where(work.valid, g, 0.0)
     dweight = dbias = None
@@ -133,6 +149,64 @@ def backward(
     if work.valid is not None:
         dx = xp.where(work.valid, dx, 0.0)
     return _cast(dx.reshape(x.shape), x.dtype), dweight, dbias
+
+
+def checked_activation(name: Any) -> str | None:
+    """The name of an activation, or None.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if name is None or (isinstance(name, str) and name in ACTIVATIONS):
+        return name
+    raise ArgumentError(
+        f"An activation is {', '.join(map(repr, ACTIVATIONS))} or None. {name!r} came. "
+        "Apply others to the result."
+    )
+
+
+def activated(z: Array, name: str) -> Array:
+    r"""An activation: relu max(z, 0), silu z / (1 + e^-z), gelu z (1 + erf(z / sqrt(2))) / 2.
+
+    A NaN stays one, and -inf has the limit 0.
+
+    >>> z = np.array([-1.0, 2.0])
+    >>> [activated(z, name).round(4).tolist() for name in ACTIVATIONS]
+    [[0.0, 2.0], [-0.2689, 1.7616], [-0.1587, 1.9545]]
+    """
+    xp = _namespace(z)
+    z = xp.where(z == -float("inf"), 0.0, z)
+    if xp is not np:
+        return getattr(xp.nn.functional, name)(z)
+    if name == "relu":
+        return np.where(z < 0.0, 0.0, z)
+    if name == "silu":
+        return z / (1.0 + np.exp(-z))
+    return z * 0.5 * (1.0 + _erf(z * math.sqrt(0.5)))
+
+
+def derivative(z: Array, name: str) -> Array:
+    """The derivative of :func:`activated`, of relu's 0 at 0.
+
+    >>> z = np.array([0.0, 2.0])
+    >>> [derivative(z, name).round(4).tolist() for name in ACTIVATIONS]
+    [[0.0, 1.0], [0.5, 1.0908], [0.5, 1.0852]]
+    """
+    xp = _namespace(z)
+    if name == "relu":
+        return xp.where(z <= 0.0, 0.0, xp.ones_like(z))
+    z = xp.clip(z, -1000.0, 1000.0)  # so that no infinity is multiplied by 0
+    if name == "silu":
+        share = 1.0 / (1.0 + xp.exp(-z))
+        return share * (1.0 + z * (1.0 - share))
+    erf = _erf if xp is np else xp.erf
+    density = xp.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    return 0.5 * (1.0 + erf(z * math.sqrt(0.5))) + z * density
+
+
+def _erf(z: Array) -> Array:
+    # NumPy has none.
+    return np.vectorize(math.erf, otypes=[np.float64])(z)
 
 
 def updated_running(

@@ -220,7 +220,7 @@ def _difference_on(a: Meaning, b: Meaning, tensor: Any) -> float | None:
             return None
         if meaning.running:
             meaning.sizes.check_running(*(tuple(v.shape) for v in subject.running.values()))
-        stored = {name: double(value) for name, value in subject.running.items()}
+        stored: dict[str, Any] = {n: double(value) for n, value in subject.running.items()}
         weight, bias = double(subject.weight), double(subject.bias)
         scheme = meaning.scheme.replace(rounding="once")
         with np.errstate(all="ignore"):

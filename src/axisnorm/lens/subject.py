@@ -15,7 +15,7 @@ from typing import Any
 from ..presets import PRESETS
 from ..scheme import ArgumentError, Scheme, as_scheme
 from .constructors import constructed
-from .models.declared import declared_scheme, function_scheme
+from .models.declared import activation_of, declared_scheme, function_scheme
 
 __all__ = [
     "Subject",
@@ -80,6 +80,7 @@ def _read_module(module: Any, shape: tuple[int, ...], asker: str) -> Subject:
             f"{asker} knows the norm modules of torch.nn and axisnorm.nn. "
             f"{with_article(module)} came. Run audit on it to see what it computes."
         )
+    _check_plain(activation_of(module), module, asker)
     _check_module(module, found, shape)
     running = {}
     if found.statistics == "running":
@@ -97,6 +98,16 @@ def _read_module(module: Any, shape: tuple[int, ...], asker: str) -> Subject:
     )
 
 
+def _check_plain(activation: str | None, subject: Any, asker: str) -> None:
+    """Refuse what applies an activation to its norm."""
+    if activation is not None:
+        name = getattr(subject, "__name__", type(subject).__name__)
+        raise ArgumentError(
+            f"{asker} is about norms alone. A {name} with activation={activation!r} came. "
+            "Leave the activation out, or give the scheme."
+        )
+
+
 def _without_affine(scheme: Scheme) -> Scheme:
     """A scheme whose affine only says along which axes its running statistics vary, in brackets.
 
@@ -112,6 +123,7 @@ def _without_affine(scheme: Scheme) -> Scheme:
 def _read_function(subject: Any, ndim: int, asker: str) -> Subject:
     function, given = _arguments(subject, asker)
     found = function_scheme(function, given, ndim)
+    _check_plain(given.get("activation"), function, asker)
     running = {}
     if found.statistics == "running":
         running = {

@@ -514,7 +514,10 @@ def _modes_agree(a: Meaning, b: Meaning, x: NDArray[Any]) -> Iterator[Agreement]
     if mean.size != math.prod(evaluating.sizes.running_shape):
         return
     shape = evaluating.sizes.running_shape
-    stored = {"running_mean": mean.reshape(shape), "running_var": var.reshape(shape)}
+    stored: dict[str, Any] = {
+        "running_mean": mean.reshape(shape),
+        "running_var": var.reshape(shape),
+    }
     y = [
         reference.forward(x, plain)[0],
         reference.forward(x, plain.replace(statistics="running", affine=""), **stored)[0],

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...scheme import ArgumentError, Scheme, as_scheme
 
-__all__ = ["declared_scheme", "function_scheme"]
+__all__ = ["activation_of", "declared_scheme", "function_scheme"]
 
 
 def declared_scheme(module: Any, ndim: int | None = None) -> Scheme | None:
@@ -56,6 +56,12 @@ def declared_scheme(module: Any, ndim: int | None = None) -> Scheme | None:
     if parameters == [None, None] and found.statistics == "batch":
         return found.replace(affine="")
     return found
+
+
+def activation_of(module: Any) -> str | None:
+    """What a module of axisnorm.nn applies to its norm, which its scheme does not speak of."""
+    own = sys.modules.get("axisnorm.nn")
+    return module.activation if own is not None and isinstance(module, own._Traced) else None
 
 
 def function_scheme(function: Any, given: Mapping[str, Any], ndim: int | None = None) -> Scheme:

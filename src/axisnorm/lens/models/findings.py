@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...scheme import Scheme, Sizes
 from ..identify import Identification, affine_axes, in_words
+from .declared import activation_of
 
 if TYPE_CHECKING:
     from .measures import Measured
@@ -123,8 +124,15 @@ def findings_of(
     if module is not None:
         training = module.training
     if problem is not None:
-        yield Finding("not-verified", "warning", f"Not verified: {problem}.",
-                      "Audit with an input on which it runs plainly.", path)  # fmt: skip
+        activated = activation_of(module) is not None
+        remedy = "Audit with an input on which it runs plainly."
+        yield Finding(
+            "not-verified",
+            "note" if activated else "warning",
+            f"Not verified: {problem}.",
+            "Audit a module of the same parameters without activation." if activated else remedy,
+            path,
+        )
     elif identification is not None and identification.tells_nothing:
         yield Finding(
             "not-verified",

@@ -16,7 +16,7 @@ from ...scheme import ArgumentError, Scheme
 from ..explain import with_article
 from ..identify import Identification, rivals, tell_apart
 from ..progress import step
-from .declared import declared_scheme
+from .declared import activation_of, declared_scheme
 from .findings import Finding, findings_of, mixed_eps
 from .flow import VIEWS, Flow, place_of
 from .foreign import eps_is_undetermined, guesses, looks_like_a_norm, looks_normalized
@@ -541,6 +541,8 @@ def _problem(x: torch.Tensor, y: torch.Tensor, call: Call | None) -> str | None:
     # With prenorm the module returns the sum itself.
     if drops and not getattr(module, "prenorm", False):
         return "its dropout is random"
+    if module is not None and (activation := activation_of(module)) is not None:
+        return f"{activation} follows its norm"
     for name, tensor in (("input", x), ("output", y)):
         if tensor.layout is not torch.strided or tensor.is_nested:
             return f"its {name} is not a dense tensor"
