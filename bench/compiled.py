@@ -1,8 +1,8 @@
 """Times small models eagerly and under torch.compile, with axisnorm's norms and with torch's.
 
-All four run in one process in interleaved rounds, as in run.py; a figure is the median over the
-rounds.
-Writes one JSON.
+The same models without norms show what compiling does to the rest of them. All six run in one
+process in interleaved rounds, as in run.py; a figure is the median over the rounds. Writes one
+JSON.
 
     python bench/compiled.py                  # all, to bench/results/<cpu>-compiled.json
     python bench/compiled.py --only conv --rounds 5 --out /tmp/x.json
@@ -59,9 +59,20 @@ MODELS = {
 }
 
 
+class NoNorms:
+    """Identity under the name of every norm."""
+
+    def __getattr__(self, name: str) -> type[nn.Identity]:
+        return nn.Identity
+
+
+LIBRARIES = {"axisnorm": axisnorm.nn, "torch": nn, "no norm": NoNorms()}
+NAMES = [f"{library} {mode}" for library in LIBRARIES for mode in ("eager", "compiled")]
+
+
 def calls(make: Callable[[Any], Made], training: bool) -> dict[str, Call]:
     found: dict[str, Call] = {}
-    for name, norms in {"axisnorm": axisnorm.nn, "torch": nn}.items():
+    for name, norms in LIBRARIES.items():
         torch.manual_seed(0)
         model, shape = make(norms)
         model.train(training)
@@ -92,10 +103,7 @@ def main() -> None:
     info = machine()
     words = re.sub(r"\W+", "-", info["cpu"].lower()).strip("-")
     out = options.out or RESULTS / f"{words}-compiled.json"
-    names = [
-        f"{library} {mode}" for library in ("axisnorm", "torch") for mode in ("eager", "compiled")
-    ]
-    table = Table("model", "", *(f"{name} us" for name in names))
+    table = Table("model", "", *(f"{name} us" for name in NAMES))
     results = []
     for model, make in MODELS.items():
         if options.only not in model:
@@ -103,11 +111,11 @@ def main() -> None:
         for training in (False, True):
             torch.compiler.reset()
             found = race(calls(make, training), options.rounds)
-            micros = {name: round(found.seconds(name).median * 1e6, 1) for name in names}
+            micros = {name: round(found.seconds(name).median * 1e6, 1) for name in NAMES}
             mode = "training" if training else "inference"
             results.append({"model": model, "mode": mode, **micros})
             out.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
-            table.add_row(model, mode, *(f"{micros[name]:.0f}" for name in names))
+            table.add_row(model, mode, *(f"{micros[name]:.0f}" for name in NAMES))
     console = Console()
     console.print(table)
     console.print(f"written to {out}")

@@ -1,6 +1,7 @@
 // The operators of this library for plain torch tensors: what compiled programs call. Each function
 // takes the operator's arguments and returns its results; what is unusual it hands to the Python
-// function of the same operator, which checks everything and raises where something is wrong.
+// function of the same operator, which checks everything and raises where something is wrong. Those
+// called _into write their results into tensors that the caller has allocated.
 #include "torch_ops.h"
 
 #include <string.h>
@@ -11,13 +12,16 @@
 namespace torch_door {
 namespace {
 
-// Python functions, by name; see _torch.py.
+// Python functions, by name; see _torch_ops.py.
 struct {
   PyObject *prepared;  // {(scheme, shape, affine): the constants below, or None}
   PyObject *prepare;   // (scheme, shape, affine) -> the same, which it puts there
   PyObject *new_stats;  // (x, groups) -> a tensor (3, groups) of the compute type
   PyObject *nothing;    // x -> a tensor without elements
   PyObject *forward, *backward, *train;  // the operators
+  // Those that write into given tensors.
+  PyObject *forward_into, *backward_into, *train_into, *scale_into;
+  PyObject *add_forward_into, *add_backward_into;
 } python;
 
 // What Python has worked out for a scheme and a shape.
@@ -95,21 +99,59 @@ class Call {
     return !plan.refused;
   }
 
+  // Statistics that are there. False: something else.
+  bool read_stats(PyObject *tensor) {
+    Reading r;
+    if (!torch_door::read(tensor, r) || r.size != 3 * groups ||
+        r.dtype != (x.dtype == F64 ? F64 : F32))
+      return false;
+    job.stats = (void *)data(r);
+    return true;
+  }
+
+  // Where others normalize none are measured, and an operator gives no unwritten memory.
+  void clear_stats() {
+    if (problem.has_running && job.stats)
+      memset(job.stats, 0, (size_t)(3 * groups) * (x.dtype == F64 ? 8 : 4));
+  }
+
+  // For the norm of a sum, whose tensors are contiguous: the rows, and what dropout drops. False:
+  // something else.
+  bool set_rows(PyObject *seed, PyObject *dropout_p) {
+    if (constant(USES_RUNNING) == Py_True || task.correction) return false;
+    job.rows = groups;
+    job.n = x.size / groups;
+    job.divisor = (double)job.n;
+    job.x_stride = job.y_stride = job.grad_stride = job.dx_stride = job.residual_stride =
+        job.h_stride = job.grad_h_stride = job.dropped_dx_stride = job.n;
+    if (seed == Py_None) return true;
+    dltensor t;
+    if (!is_exact(seed) || api->describe(seed, &t)) return PyErr_Clear(), false;
+    if (t.ndim || t.device.device_type != 1 || t.dtype.code || t.dtype.bits != 64) return false;
+    job.seed = *(const uint64_t *)((const char *)t.data + t.byte_offset);
+    return read_number(dropout_p, job.dropout_p);
+  }
+
+  // A contiguous tensor like x, or None. False: something else.
+  bool read_like(PyObject *tensor, void *&place) const {
+    if (tensor == Py_None) return true;
+    Reading r;
+    if (!torch_door::read(tensor, r) || !same_kind(r, x)) return false;
+    place = (void *)data(r);
+    return true;
+  }
+
   // The statistics that backward needs, a new tensor.
   PyObject *new_stats(PyObject *tensor) {
     PyObject *count = PyLong_FromLongLong(groups);
     PyObject *stats =
         count ? PyObject_CallFunctionObjArgs(python.new_stats, tensor, count, nullptr) : nullptr;
     Py_XDECREF(count);
-    Reading r;
-    if (stats && !torch_door::read(stats, r)) {
+    if (stats && !read_stats(stats)) {
       PyErr_SetString(PyExc_SystemError, "new statistics cannot be read");
       Py_CLEAR(stats);
     }
-    if (!stats) return nullptr;
-    job.stats = (void *)data(r);
-    // Where others normalize none are measured, and an operator gives no unwritten memory.
-    if (problem.has_running) memset(job.stats, 0, (size_t)r.size * (r.dtype == F64 ? 8 : 4));
+    if (stats) clear_stats();
     return stats;
   }
 
@@ -179,11 +221,75 @@ PyObject *op_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return result;
 }
 
+// A tensor like x that is written to, and the axes' strides of it. False: something else.
+bool read_target(Call &call, PyObject *tensor, void *&place, int64_t axisnorm::Axis::*member) {
+  Reading r;
+  Strides strides;
+  if (!read(tensor, r, &strides) || !same_kind(r, call.x)) return false;
+  place = (void *)data(r);
+  call.set_strides(strides, member);
+  return true;
+}
+
+// op_forward_into(x, weight, bias, mask, scheme, running_mean, running_var, y, stats or None) -> None
+PyObject *op_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Call call;
+  if (count != 9 || !is_positive(args[0]) ||
+      !call.read(args[0], args[1], args[2], args[3], args[5], args[6], args[4]) ||
+      (call.constant(USES_RUNNING) == Py_True) != (args[5] != Py_None) ||
+      !read_target(call, args[7], call.job.y, &axisnorm::Axis::y) ||
+      (args[8] != Py_None && !call.read_stats(args[8])))
+    return by_python(python.forward_into, args, count);
+  call.problem.has_running = args[5] != Py_None;
+  call.problem.has_y = true;
+  if (!call.make_plan()) return by_python(python.forward_into, args, count);
+  call.clear_stats();
+  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+void copy(void *to, const void *from, int64_t size, int dtype) {
+  memcpy(to, from, (size_t)size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2));
+}
+
 // A copy of a contiguous tensor of so many elements, and where its elements are.
 PyObject *copy_of(PyObject *tensor, const void *elements, int64_t size, int dtype, void *&place) {
-  PyObject *copy = like(tensor, size, dtype, place);
-  if (copy) memcpy(place, elements, (size_t)size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2));
-  return copy;
+  PyObject *made = like(tensor, size, dtype, place);
+  if (made) copy(place, elements, size, dtype);
+  return made;
+}
+
+// Reads the arguments of op_train: what normalizes in `call`, what moves in `running`, and where the
+// running statistics are in `given`.
+bool read_train(Call &call, Running &running, Task &given, PyObject *const *args) {
+  if (!call.read(args[0], args[1], args[2], args[3], args[5], args[6], args[4]) ||
+      args[5] == Py_None || call.constant(USES_RUNNING) == Py_True ||
+      !PyTuple_Check(call.constant(CHANNELS)) ||
+      !read_number(call.constant(MOMENTUM), running.momentum) ||
+      !read_number(call.constant(RUNNING_CORRECTION), running.running_correction))
+    return false;
+  given = call.task;
+  call.task.running_mean = call.task.running_var = nullptr;
+  PyObject *const channels = call.constant(CHANNELS);
+  running.channels = PyLong_AsLongLong(PyTuple_GetItem(channels, 0));
+  running.averaged = PyLong_AsLongLong(PyTuple_GetItem(channels, 1));
+  running.inner = PyLong_AsLongLong(PyTuple_GetItem(channels, 2));
+  running.mean_dtype = given.running_mean_dtype;
+  running.var_dtype = given.running_var_dtype;
+  running.correction = call.task.correction;
+  running.dtype = call.x.dtype;
+  return true;
+}
+
+// Normalizes, and moves the running statistics. `moments` has room for a double a group. False: an
+// exception is set.
+bool train(Call &call, Running &running, PyObject *moments) {
+  running.group_size = (double)call.plan.nest.group_size;
+  running.stats = call.job.stats;
+  running.group_var = call.job.var = (double *)PyBytes_AsString(moments);
+  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) return false;
+  axisnorm::move(running);
+  return true;
 }
 
 // op_train(x, weight, bias, mask, scheme, running_mean, running_var) -> (y, stats, and running_mean
@@ -191,26 +297,11 @@ PyObject *copy_of(PyObject *tensor, const void *elements, int64_t size, int dtyp
 PyObject *op_train(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   Running running = {};
-  if (count != 7 || !call.read(args[0], args[1], args[2], args[3], args[5], args[6], args[4]) ||
-      args[5] == Py_None || call.constant(USES_RUNNING) == Py_True ||
-      !PyTuple_Check(call.constant(CHANNELS)) ||
-      !read_number(call.constant(MOMENTUM), running.momentum) ||
-      !read_number(call.constant(RUNNING_CORRECTION), running.running_correction))
+  Task given;
+  if (count != 7 || !read_train(call, running, given, args))
     return by_python(python.train, args, count);
-  const Task given = call.task;
-  call.task.running_mean = call.task.running_var = nullptr;
   PyObject *y = new_output(call, args[0]);
   if (!y) return by_python(python.train, args, count);
-  PyObject *const channels = call.constant(CHANNELS);
-  running.channels = PyLong_AsLongLong(PyTuple_GetItem(channels, 0));
-  running.averaged = PyLong_AsLongLong(PyTuple_GetItem(channels, 1));
-  running.inner = PyLong_AsLongLong(PyTuple_GetItem(channels, 2));
-  running.mean_dtype = given.running_mean_dtype;
-  running.var_dtype = given.running_var_dtype;
-  running.group_size = (double)call.plan.nest.group_size;
-  running.correction = call.task.correction;
-  running.dtype = call.x.dtype;
-
   PyObject *stats = call.new_stats(args[0]), *mean = nullptr, *var = nullptr, *result = nullptr;
   PyObject *moments = stats ? PyBytes_FromStringAndSize(nullptr, call.groups * 8) : nullptr;
   if (moments &&
@@ -218,33 +309,60 @@ PyObject *op_train(PyObject *, PyObject *const *args, Py_ssize_t count) {
                       running.mean)) &&
       (var = copy_of(args[6], given.running_var, running.channels, running.var_dtype,
                      running.var))) {
-    running.stats = call.job.stats;
-    running.group_var = call.job.var = (double *)PyBytes_AsString(moments);
-    if (run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) {
-      axisnorm::move(running);
-      result = PyTuple_Pack(4, y, stats, mean, var);
-    }
+    if (train(call, running, moments)) result = PyTuple_Pack(4, y, stats, mean, var);
   }
   for (PyObject *used : {y, stats, moments, mean, var}) Py_XDECREF(used);
   return result;
+}
+
+// op_train_into(x, weight, bias, mask, scheme, running_mean, running_var, y, stats, running_mean_out,
+// running_var_out) -> None
+PyObject *op_train_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Call call;
+  Running running = {};
+  Task given;
+  Reading mean, var;
+  if (count != 11 || !is_positive(args[0]) || !read_train(call, running, given, args) ||
+      !read_target(call, args[7], call.job.y, &axisnorm::Axis::y) || !call.read_stats(args[8]) ||
+      !read(args[9], mean) || !read(args[10], var) || mean.size != running.channels ||
+      var.size != running.channels || mean.dtype != running.mean_dtype ||
+      var.dtype != running.var_dtype)
+    return by_python(python.train_into, args, count);
+  call.problem.has_y = true;
+  if (!call.make_plan()) return by_python(python.train_into, args, count);
+  PyObject *moments = PyBytes_FromStringAndSize(nullptr, call.groups * 8);
+  if (!moments) return nullptr;
+  running.mean = (void *)data(mean);
+  running.var = (void *)data(var);
+  copy(running.mean, given.running_mean, running.channels, running.mean_dtype);
+  copy(running.var, given.running_var, running.channels, running.var_dtype);
+  const bool fine = train(call, running, moments);
+  Py_DECREF(moments);
+  if (!fine) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// Reads the arguments of op_backward. False: something is unusual.
+bool read_backward(Call &call, PyObject *const *args) {
+  Reading grad;
+  Strides strides;
+  if (!call.read(args[1], args[2], args[3], args[4], args[5], args[6], args[8]) ||
+      (call.constant(USES_RUNNING) == Py_True) != (args[5] != Py_None) ||
+      !read(args[0], grad, &strides) || !same_kind(grad, call.x) || !call.read_stats(args[7]))
+    return false;
+  call.job.grad = data(grad);
+  call.problem.has_grad = call.problem.has_dx = true;
+  call.problem.has_running = args[5] != Py_None;
+  call.set_strides(strides, &axisnorm::Axis::grad);
+  return true;
 }
 
 // op_backward(grad, x, weight, bias, mask, running_mean, running_var, stats, scheme) -> (dx, dweight,
 // dbias), the latter without elements where there is no parameter
 PyObject *op_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
-  Reading grad, stats;
   Strides strides;
-  if (count != 9 || !call.read(args[1], args[2], args[3], args[4], args[5], args[6], args[8]) ||
-      (call.constant(USES_RUNNING) == Py_True) != (args[5] != Py_None) ||
-      !read(args[0], grad, &strides) || !same_kind(grad, call.x) || !read(args[7], stats) ||
-      stats.size != 3 * call.groups || stats.dtype != (call.x.dtype == F64 ? F64 : F32))
-    return by_python(python.backward, args, count);
-  call.job.grad = data(grad);
-  call.job.stats = (void *)data(stats);
-  call.problem.has_grad = call.problem.has_dx = true;
-  call.problem.has_running = args[5] != Py_None;
-  call.set_strides(strides, &axisnorm::Axis::grad);
+  if (count != 9 || !read_backward(call, args)) return by_python(python.backward, args, count);
   PyObject *results[3] = {};
   results[0] = like(args[1], call.x.size, call.x.dtype, call.job.dx, &strides);
   if (!results[0]) return nullptr;
@@ -271,6 +389,96 @@ PyObject *op_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return result;
 }
 
+// A parameter's gradient, contiguous as the parameter is, or None. False: something else.
+bool read_gradient(PyObject *tensor, PyObject *parameter, int dtype, void *&place) {
+  if (tensor == Py_None) return true;
+  Reading r, like;
+  if (!read(tensor, r) || !read(parameter, like) || !same_kind(r, like) || r.dtype != dtype)
+    return false;
+  place = (void *)data(r);
+  return true;
+}
+
+// op_backward_into(grad, x, weight, bias, mask, running_mean, running_var, stats, scheme, dx, dweight or
+// None, dbias or None) -> None
+PyObject *op_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Call call;
+  if (count != 12 || !is_positive(args[0]) || !is_positive(args[1]) || !read_backward(call, args) ||
+      !read_target(call, args[9], call.job.dx, &axisnorm::Axis::dx) ||
+      !read_gradient(args[10], args[2], call.job.weight_dtype, call.job.dweight) ||
+      !read_gradient(args[11], args[3], call.job.bias_dtype, call.job.dbias) || !call.make_plan())
+    return by_python(python.backward_into, args, count);
+  if (!run([&] { axisnorm::backward(call.plan, call.job, call.task); }, call.x.size))
+    return nullptr;
+  Py_RETURN_NONE;
+}
+
+// op_add_forward_into(x, residual, weight, bias, seed, dropout_p, scheme, y, h or None, stats or None)
+// -> None
+PyObject *op_add_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Call call;
+  void *x = nullptr, *residual = nullptr;
+  if (count != 10 || !is_positive(args[0]) || !is_positive(args[1]) ||
+      !call.read(args[0], args[2], args[3], Py_None, Py_None, Py_None, args[6]) ||
+      !call.read_like(args[0], x) || !call.read_like(args[1], residual) ||
+      !call.set_rows(args[4], args[5]) || !call.read_like(args[7], call.job.y) ||
+      !call.read_like(args[8], call.job.h) || (args[9] != Py_None && !call.read_stats(args[9])))
+    return by_python(python.add_forward_into, args, count);
+  call.job.residual = residual;
+  if (!run([&] { axisnorm::forward(call.job); }, call.x.size)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// op_add_backward_into(grad, grad_h or None, h, weight, bias, seed, stats, dropout_p, scheme, dx or None,
+// dresidual, dweight or None, dbias or None) -> None
+PyObject *op_add_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Call call;
+  void *h = nullptr, *grad = nullptr, *grad_h = nullptr;
+  if (count != 13 || !is_positive(args[0]) || (args[1] != Py_None && !is_positive(args[1])) ||
+      !call.read(args[2], args[3], args[4], Py_None, Py_None, Py_None, args[8]) ||
+      !call.read_like(args[2], h) || !call.read_like(args[0], grad) ||
+      !call.read_like(args[1], grad_h) || !call.read_stats(args[6]) ||
+      !call.set_rows(args[5], args[7]) || !call.read_like(args[9], call.job.dropped_dx) ||
+      !call.read_like(args[10], call.job.dx) ||
+      !read_gradient(args[11], args[3], call.job.weight_dtype, call.job.dweight) ||
+      !read_gradient(args[12], args[4], call.job.bias_dtype, call.job.dbias))
+    return by_python(python.add_backward_into, args, count);
+  call.job.grad = grad;
+  call.job.grad_h = grad_h;
+  if (!run([&] { axisnorm::backward(call.job); }, call.x.size)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// connect_add_ops({name: object}) -> None: what these two need, by name
+PyObject *connect_add_ops(PyObject *, PyObject *given) {
+  if (!take(given, {{"forward_into", &python.add_forward_into},
+                    {"backward_into", &python.add_backward_into}}))
+    return nullptr;
+  Py_RETURN_NONE;
+}
+
+double element(const Reading &r, int64_t i) {
+  return r.dtype == F64 ? ((const double *)data(r))[i] : ((const float *)data(r))[i];
+}
+
+// op_scale_into(weight or None, var, eps, scale) -> None: scale = weight / sqrt(var + eps), as doubles
+PyObject *op_scale_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Reading weight, var, scale;
+  double eps;
+  const bool weighted = count == 4 && args[0] != Py_None;
+  const auto is_wide = [](const Reading &r) { return r.dtype == F32 || r.dtype == F64; };
+  if (count != 4 || !api || !read(args[1], var) || !is_wide(var) || !read(args[3], scale) ||
+      scale.dtype != F64 || scale.size != var.size || !read_number(args[2], eps) ||
+      (weighted && (!read(args[0], weight) || !is_wide(weight) || weight.size != var.size)))
+    return by_python(python.scale_into, args, count);
+  double *const to = (double *)data(scale);
+  for (int64_t i = 0; i < var.size; i++) {
+    const double v = element(var, i) + eps;
+    to[i] = (v == 0 ? 0 : 1 / __builtin_sqrt(v)) * (weighted ? element(weight, i) : 1);
+  }
+  Py_RETURN_NONE;
+}
+
 // connect_ops({name: object}) -> None: what the functions above need, by name
 PyObject *connect_ops(PyObject *, PyObject *given) {
   if (!take(given, {{"prepared", &python.prepared},
@@ -279,7 +487,11 @@ PyObject *connect_ops(PyObject *, PyObject *given) {
                     {"nothing", &python.nothing},
                     {"forward", &python.forward},
                     {"backward", &python.backward},
-                    {"train", &python.train}}))
+                    {"train", &python.train},
+                    {"forward_into", &python.forward_into},
+                    {"backward_into", &python.backward_into},
+                    {"train_into", &python.train_into},
+                    {"scale_into", &python.scale_into}}))
     return nullptr;
   Py_RETURN_NONE;
 }
@@ -289,6 +501,13 @@ PyMethodDef methods[] = {
     {"op_forward", (PyCFunction)(void *)op_forward, METH_FASTCALL, nullptr},
     {"op_train", (PyCFunction)(void *)op_train, METH_FASTCALL, nullptr},
     {"op_backward", (PyCFunction)(void *)op_backward, METH_FASTCALL, nullptr},
+    {"op_forward_into", (PyCFunction)(void *)op_forward_into, METH_FASTCALL, nullptr},
+    {"op_train_into", (PyCFunction)(void *)op_train_into, METH_FASTCALL, nullptr},
+    {"connect_add_ops", (PyCFunction)connect_add_ops, METH_O, nullptr},
+    {"op_add_forward_into", (PyCFunction)(void *)op_add_forward_into, METH_FASTCALL, nullptr},
+    {"op_add_backward_into", (PyCFunction)(void *)op_add_backward_into, METH_FASTCALL, nullptr},
+    {"op_scale_into", (PyCFunction)(void *)op_scale_into, METH_FASTCALL, nullptr},
+    {"op_backward_into", (PyCFunction)(void *)op_backward_into, METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import values
+from cases import assert_close, values
 from family import F64
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.graph import GraphLowering
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import axisnorm
 import axisnorm.nn as ann
+from axisnorm import _torch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:.isinstance.treespec, LeafSpec.:FutureWarning"
@@ -104,6 +106,138 @@ def test_inductor() -> None:
         wanted.sum().backward()
         assert torch.allclose(leaves[0].grad, leaves[1].grad, rtol=1e-5, atol=1e-6)
     same(module, eager)
+
+
+@pytest.fixture
+def code(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What Inductor generates."""
+    found: list[str] = []
+    monkeypatch.setattr(GraphLowering, "save_output_code", staticmethod(found.append))
+    with torch._inductor.utils.fresh_cache():
+        yield found
+
+
+needs_direct_calls = pytest.mark.skipif(
+    not _torch._is_connected, reason="this torch has no table of C functions for its tensors"
+)
+
+
+@needs_direct_calls
+@pytest.mark.parametrize("name", ["LayerNorm", "BatchNorm1d"])
+def test_inductor_calls_below_the_dispatcher(name: str, code: list[str]) -> None:
+    eager, module = MODULES[name][0](), MODULES[name][0]()
+    run = torch.compile(module, fullgraph=True, dynamic=False)
+    shape = MODULES[name][1]
+    x = values(shape)
+    others = [values((4, 16))[:, ::2], values((8, 4)).t(), values((8,)).expand(4, 8)]
+    for t in [x, *others] if name == "LayerNorm" else [x]:
+        given, wanted_given = (t.detach().requires_grad_() for _ in range(2))
+        y, wanted = run(given), eager(wanted_given)
+        assert torch.equal(y, wanted) and y.stride() == wanted.stride()
+        upstream = values(shape, seed=7)
+        y.backward(upstream)
+        wanted.backward(upstream)
+        assert torch.equal(given.grad, wanted_given.grad)
+    for one, other in zip(module.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    same(module, eager)
+    assert len(code) >= 2
+    assert all("axisnorm_native.op_" in t and "torch.ops.axisnorm" not in t for t in code)
+
+
+@needs_direct_calls
+def test_inductor_copies_nothing_to_the_order_of_eager_mode(code: list[str]) -> None:
+    """It computes convolutions channels last, and copied to channels first before each norm."""
+    module = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), ann.GroupNorm(2, 8), torch.nn.ReLU())
+    run = torch.compile(module, fullgraph=True)
+    x = values((2, 8, 6, 6))
+    y, wanted = run(x), module(x)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    assert y.stride() == wanted.stride()
+    y.sum().backward()
+    assert "axisnorm_native.op_forward_into" in code[0]
+    assert "axisnorm_native.op_backward_into" in code[1]
+    assert not any("_norm_fwd" in line for line in code[0].splitlines() if "async_compile" in line)
+
+
+def test_inductor_without_its_private_functions_calls_the_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from axisnorm import _torch_inductor
+
+    told: list[Any] = []
+    monkeypatch.setattr(
+        torch._inductor.lowering, "register_lowering", lambda op, **_: lambda _: told.append(op)
+    )
+    _torch_inductor.register()
+    assert len(told) == 5
+    monkeypatch.setitem(_torch_inductor._NEEDED, torch._inductor.ir, ("what_no_torch_has",))
+    _torch_inductor.register()
+    assert len(told) == 5
+
+
+@needs_direct_calls
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 1.0), (torch.float32, 1e30), (torch.float32, 1e-30), (torch.bfloat16, 1.0)],
+    ids=str,
+)
+def test_norms_by_running_statistics_are_fused(
+    dtype: torch.dtype, size: float, code: list[str]
+) -> None:
+    """Right for every finite input: nothing overflows or vanishes on the way."""
+    mean, var = size * values((8,), seed=1), values((8,), seed=2).abs() * min(size**2, 3e37)
+    weight, bias = values((8,), dtype, 3), values((8,), dtype, 4)
+    mean[0], weight[1], var[2] = 3e38, 1e-30, 0
+
+    def norms(x: Tensor) -> tuple[Tensor, ...]:
+        return (
+            axisnorm.batch_norm(x, mean, var, weight, bias).relu(),
+            axisnorm.instance_norm(x, mean, var, use_input_stats=False) * 2,
+        )
+
+    x = (size * values((3, 8, 5))).to(dtype)
+    x[:, 0] = -3e38
+    found = torch.compile(norms, fullgraph=True)(x)
+    inputs = (t.double() for t in (x, mean, var, weight, bias))
+    x, mean, var, weight, bias = (t if t.dim() == 3 else t[:, None] for t in inputs)
+    wanted = (x - mean) / (var + 1e-5).sqrt()
+    assert_close(found[0], (wanted * weight + bias).relu())
+    assert_close(found[1], wanted * 2)
+    assert "op_scale_into" in code[0] and "op_forward_into" not in code[0]
+
+
+@needs_direct_calls
+def test_training_by_running_statistics(code: list[str]) -> None:
+    """Of a BatchNorm that is frozen, or in evaluation."""
+    module, eager = ann.BatchNorm2d(8).eval(), ann.BatchNorm2d(8).eval()
+    x, upstream = values((4, 8, 2, 3)), values((4, 8, 2, 3), seed=1)
+    given, wanted_given = (x.clone().requires_grad_() for _ in range(2))
+    y, wanted = torch.compile(module, fullgraph=True)(given), eager(wanted_given)
+    assert torch.equal(y, wanted)
+    y.backward(upstream)
+    wanted.backward(upstream)
+    assert torch.equal(given.grad, wanted_given.grad)
+    assert torch.equal(module.weight.grad, eager.weight.grad)
+    assert torch.equal(module.bias.grad, eager.bias.grad)
+    assert "op_forward_into" in code[0] and "op_backward_into" in code[1]
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [(ann.RMSNorm, torch.nn.RMSNorm), (ann.LayerNorm, torch.nn.LayerNorm)],
+)
+def test_dynamic_modules_are_compiled_as_often_as_those_of_torch(own: Any, other: Any) -> None:
+    """RMSNorm was compiled twice: the default of weight_offset was a variable of the graph."""
+    counts = []
+    for make in (own, other):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        run = torch.compile(make(8), dynamic=True, fullgraph=True, backend=counter)
+        for rows in (4, 5, 7):
+            run(values((rows, 8)))
+        counts.append(counter.frame_count)
+    assert counts[0] <= counts[1]
 
 
 def test_compiled_graphs_are_cached() -> None:

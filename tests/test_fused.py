@@ -1024,6 +1024,32 @@ def test_opcheck(p: float) -> None:
             )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@Dropped
+def test_ops_that_write(p: float) -> None:
+    ops, text = torch.ops.axisnorm, "... [d]; affine=d"
+    x, r = values((5, 6)), values((5, 6), seed=1)
+    w, b = values((6,), seed=2), values((6,), seed=3)
+    seed = torch.tensor(77) if p else None
+
+    def written(op: Any, args: tuple[Any, ...], wanted: tuple[T, ...]) -> None:
+        targets = [torch.full_like(t, 7) if t.numel() else None for t in wanted]
+        op(*args, *targets)
+        for target, t in zip(targets, wanted, strict=True):
+            assert target is None or torch.equal(target, t)
+        torch.library.opcheck(op.default, (*args, *targets))
+
+    for given in (x, x.t().contiguous().t()):  # the kernels take the first, Python the second
+        for parameters in ((w, b), (None, None)):
+            args = (given, r, *parameters, seed, p, text)
+            found = ops.add_norm_fwd(*args)
+            written(ops.add_norm_fwd_into, args, found)
+            written(ops.add_norm_fwd_into, args, (found[0], found[1][:0], found[2][:0]))
+            for grad_h in (None, given):
+                back = (r, grad_h, found[1], *parameters, seed, found[2], p, text)
+                written(ops.add_norm_bwd_into, back, ops.add_norm_bwd(*back))
+
+
 def test_ops_refuse_what_does_not_fit() -> None:
     ops = torch.ops.axisnorm
     x = values((3, 8))

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axisnorm
-from axisnorm import Scheme, _torch, reference
+from axisnorm import Scheme, _torch, _torch_ops, reference
 
 Doors = pytest.mark.parametrize(
     "door",
@@ -426,19 +426,79 @@ def test_operators_in_c_are_those_in_python(case: Case, dtype: torch.dtype) -> N
             assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
         return found
 
+    def written(op: Any, args: tuple[Any, ...], wanted: tuple[Tensor, ...]) -> None:
+        targets = [torch.full_like(t, 7) if t.numel() else None for t in wanted]
+        assert op(*args, *targets) is None
+        for target, t in zip(targets, wanted, strict=True):
+            assert target is None or torch.equal(target, t)
+
     for _, given in layouts(x):
         for text, moments in (
             (str(scheme.replace(statistics="batch")), (None, None)),
             (str(scheme.replace(statistics="running")), running),
         ):
             args = (given, *parameters_, None, text, *moments)
-            _, stats = same(ops.norm_fwd(*args), _torch._op_forward(*args))
+            y, stats = same(ops.norm_fwd(*args), _torch_ops._op_forward(*args))
+            written(ops.norm_fwd_into, args, (y, stats))
+            written(ops.norm_fwd_into, args, (y, stats[:0]))
             back = (grad, given, *parameters_, None, *moments, stats, text)
-            same(ops.norm_bwd(*back), _torch._op_backward(*back))
+            written(
+                ops.norm_bwd_into,
+                back,
+                same(ops.norm_bwd(*back), _torch_ops._op_backward(*back)),
+            )
         train = (given, *parameters_, None, str(scheme.replace(statistics="batch")), *running)
         if scheme.momentum is not None:
-            same(ops.norm_train_fwd(*train), _torch._op_train_forward(*train))
+            found = same(ops.norm_train_fwd(*train), _torch_ops._op_train_forward(*train))
+            written(ops.norm_train_fwd_into, train, found)
             assert all(map(torch.equal, running, kept))
+
+
+def test_operators_that_write_take_what_the_kernels_do_not() -> None:
+    """Masks, nothing at all, negated memory, memory of another order."""
+    ops, text = torch.ops.axisnorm, "... [d]"
+    x, mask = values((4, 8)), values((4, 8), seed=1) > 0
+    negated = torch._neg_view(-x)
+    for given, valid in ((x, mask), (x[:0], None), (negated, None), (x.t().contiguous().t(), None)):
+        y, stats = ops.norm_fwd(given, None, None, valid, text)
+        into = torch.full(given.shape, 7.0), torch.full_like(stats, 7)
+        ops.norm_fwd_into(given, None, None, valid, text, None, None, *into)
+        assert all(map(torch.equal, into, (y, stats)))
+        back = (given, given, None, None, valid, None, None, stats, text)
+        dx = torch.full(given.shape, 7.0)
+        ops.norm_bwd_into(*back, dx, None, None)
+        assert torch.equal(dx, ops.norm_bwd(*back)[0])
+        if given is negated:  # as compiled programs call it, below the dispatcher
+            _torch_ops._op_norm_into(given, None, None, None, text, None, None, *into)
+            assert torch.equal(into[0], y)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck_of_operators_that_write() -> None:
+    ops, text, x = torch.ops.axisnorm, "[n] c; affine=c", values((4, 8))
+    w, var = values((8,), seed=1), values((8,), seed=2).abs()
+    y, stats, mean, moved = ops.norm_train_fwd(x, w, None, None, text, w, var)
+    into = [torch.empty_like(t) for t in (y, stats, mean, moved)]
+    for op, args in (
+        (ops.norm_fwd_into, (x, w, None, None, text, None, None, into[0], None)),
+        (ops.norm_bwd_into, (x, x, w, None, None, None, None, stats, text, into[0], into[2], None)),
+        (ops.norm_train_fwd_into, (x, w, None, None, text, w, var, *into)),
+        (ops.channel_scale_into, (w, var, 1e-5, torch.empty(8, dtype=torch.float64))),
+    ):
+        torch.library.opcheck(op.default, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_scale_of_channels(dtype: torch.dtype, weighted: bool) -> None:
+    weight, var = values((5,), dtype, 1) if weighted else None, values((5,), dtype, 2).abs()
+    var[0] = -0.5  # with eps nothing is left: the root's reciprocal is zero
+    var[1] = torch.finfo(dtype).max
+    scale = torch.empty(5, dtype=torch.float64)
+    torch.ops.axisnorm.channel_scale_into(weight, var, 0.5, scale)
+    rstd = 1 / (var.double() + 0.5).sqrt()
+    rstd[0] = 0
+    torch.testing.assert_close(scale, rstd if weight is None else rstd * weight, rtol=1e-15, atol=0)
 
 
 def test_operators_refuse_what_does_not_fit() -> None:
@@ -456,11 +516,11 @@ def test_operators_refuse_what_does_not_fit() -> None:
 def test_what_operators_know_of_shapes_does_not_grow_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_torch, "MOST_PREPARED", 5)
-    _torch._prepared.clear()
+    monkeypatch.setattr(_torch_ops, "MOST_PREPARED", 5)
+    _torch_ops._prepared.clear()
     for rows in range(1, 12):
         torch.ops.axisnorm.norm_fwd(values((rows, 8)), None, None, None, "... [d]")
-    assert 0 < len(_torch._prepared) <= 5
+    assert 0 < len(_torch_ops._prepared) <= 5
 
 
 @pytest.mark.parametrize("case", SCHEMES[::4], ids=str)

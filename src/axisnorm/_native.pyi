@@ -187,9 +187,66 @@ def op_forward(
     running_var: Any = None,
     /,
 ) -> tuple[Any, Any]: ...
+def connect_add_ops(given: dict[str, Any], /) -> None: ...
+def op_add_forward_into(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    bias: Any,
+    seed: Any,
+    dropout_p: float,
+    scheme: str,
+    y: Any,
+    h: Any,
+    stats: Any,
+    /,
+) -> None: ...
+def op_add_backward_into(
+    grad: Any,
+    grad_h: Any,
+    h: Any,
+    weight: Any,
+    bias: Any,
+    seed: Any,
+    stats: Any,
+    dropout_p: float,
+    scheme: str,
+    dx: Any,
+    dresidual: Any,
+    dweight: Any,
+    dbias: Any,
+    /,
+) -> None: ...
+def op_scale_into(weight: Any, var: Any, eps: float, scale: Any, /) -> None: ...
+def op_forward_into(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    scheme: str,
+    running_mean: Any,
+    running_var: Any,
+    y: Any,
+    stats: Any,
+    /,
+) -> None: ...
 def op_train(
     x: Any, weight: Any, bias: Any, mask: Any, scheme: str, running_mean: Any, running_var: Any, /
 ) -> tuple[Any, Any, Any, Any]: ...
+def op_train_into(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    scheme: str,
+    running_mean: Any,
+    running_var: Any,
+    y: Any,
+    stats: Any,
+    running_mean_out: Any,
+    running_var_out: Any,
+    /,
+) -> None: ...
 def op_backward(
     grad: Any,
     x: Any,
@@ -202,6 +259,21 @@ def op_backward(
     scheme: str,
     /,
 ) -> tuple[Any, Any, Any]: ...
+def op_backward_into(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    running_mean: Any,
+    running_var: Any,
+    stats: Any,
+    scheme: str,
+    dx: Any,
+    dweight: Any,
+    dbias: Any,
+    /,
+) -> None: ...
 
 # the instruction set and the threads
 def isa() -> str: ...

@@ -8,15 +8,22 @@ one that the compiler holds for a variable.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _route
+from . import (
+    _route,
+    _torch,
+    _torch_ops,  # noqa: F401  # it defines the operators
+)
+from ._torch import activate
+from .reference import ACTIVATIONS
 from .scheme import trailing_names
 
-__all__ = ["channel_norm", "layer_norm", "rms_norm"]
+__all__ = ["add_layer_norm", "add_rms_norm", "substitute"]
 
 _has_torch_function = torch.overrides.has_torch_function
 _is_exporting = torch.onnx.is_in_onnx_export
@@ -42,12 +49,12 @@ def layer_norm(
     x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any
 ) -> Tensor | None:
     """What ``short_layer_norm`` is."""
-    if activation is not None or not _is_usual(x, weight, bias, eps):
+    if not _is_known(activation) or not _is_usual(x, weight, bias, eps):
         return None
     axes = _trailing(x, normalized_shape)
     if axes is None:
         return None
-    return _norm(x, weight, bias, None, f"{axes}eps={float(eps)!r}")[0]
+    return activate(_norm(x, weight, bias, None, f"{axes}eps={float(eps)!r}")[0], activation)
 
 
 def rms_norm(
@@ -60,7 +67,16 @@ def rms_norm(
     activation: Any,
 ) -> Tensor | None:
     """What ``short_rms_norm`` is."""
-    if activation is not None or not _is_usual(x, weight, None, 0.0 if eps is None else eps):
+    if not _is_known(activation):
+        return None
+    text = _rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
+    return None if text is None else activate(_norm(x, weight, None, None, text)[0], activation)
+
+
+def _rms_text(
+    x: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any
+) -> str | None:
+    if not _is_usual(x, weight, None, 0.0 if eps is None else eps):
         return None
     if not isinstance(weight_offset, float) or not -1e300 < weight_offset < 1e300:
         return None
@@ -69,7 +85,50 @@ def rms_norm(
         return None
     epsilon = "none" if eps is None else f"{float(eps)!r}"
     text = f"{axes}center=false; eps={epsilon}; weight_offset={float(weight_offset)!r}"
-    return _norm(x, weight, None, None, f"{text}; rounding={rounding}")[0]
+    return f"{text}; rounding={rounding}"
+
+
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    dropout_p: Any,
+    training: Any,
+    prenorm: Any,
+) -> Any:
+    """What ``short_add_layer_norm`` is, where nothing is dropped."""
+    if training and dropout_p:
+        return None
+    if not _is_usual(x, weight, bias, eps) or not _is_like(residual, x):
+        return None
+    axes = _trailing(x, normalized_shape)
+    if axes is None:
+        return None
+    return _sum(x, residual, weight, bias, f"{axes}eps={float(eps)!r}", prenorm)
+
+
+def add_rms_norm(
+    x: Any,
+    residual: Any,
+    normalized_shape: Any,
+    weight: Any,
+    eps: Any,
+    weight_offset: Any,
+    rounding: Any,
+    dropout_p: Any,
+    training: Any,
+    prenorm: Any,
+) -> Any:
+    """What ``short_add_rms_norm`` is, where nothing is dropped."""
+    if training and dropout_p:
+        return None
+    text = _rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
+    if text is None or not _is_like(residual, x):
+        return None
+    return _sum(x, residual, weight, None, text, prenorm)
 
 
 def channel_norm(
@@ -86,7 +145,7 @@ def channel_norm(
     activation: Any,
 ) -> Tensor | None:
     """What ``short_channel_norm`` is."""
-    if activation is not None or not _is_usual(x, weight, bias, eps) or x.dim() < 2:
+    if not _is_known(activation) or not _is_usual(x, weight, bias, eps) or x.dim() < 2:
         return None
     if kind == _route.GROUP:
         if not isinstance(groups, int) or groups < 1:
@@ -98,19 +157,24 @@ def channel_norm(
     if batch is True and kind == _route.BATCH and x.numel() == x.shape[1]:
         return None  # an error
     if running_mean is None and running_var is None and batch is True:
-        return _norm(x, weight, bias, None, text)[0]
+        return activate(_norm(x, weight, bias, None, text)[0], activation)
     if not isinstance(running_mean, Tensor) or not isinstance(running_var, Tensor):
         return None
     if batch is False:
         text = f"{text}; statistics=running"
-        return _norm(x, weight, bias, None, text, running_mean, running_var)[0]
+        y = _norm(x, weight, bias, None, text, running_mean, running_var)[0]
+        return activate(y, activation)
     if batch is not True or not isinstance(momentum, float) or not -1e300 < momentum < 1e300:
         return None
     text = f"{text}; momentum={float(momentum)!r}"
     y, _, mean, var = _train(x, weight, bias, None, text, running_mean, running_var)
     running_mean.copy_(mean)
     running_var.copy_(var)
-    return y
+    return activate(y, activation)
+
+
+def _is_known(activation: Any) -> bool:
+    return activation is None or activation in ACTIVATIONS
 
 
 def _is_usual(x: Any, weight: Any, bias: Any, eps: Any) -> bool:
@@ -131,8 +195,38 @@ def _is_usual(x: Any, weight: Any, bias: Any, eps: Any) -> bool:
     )
 
 
+def _is_like(residual: Any, x: Tensor) -> bool:
+    """Whether these two are added by the operator: of one shape, type and device."""
+    return (
+        isinstance(residual, Tensor)
+        and not _has_torch_function((residual,))
+        and residual.is_cpu
+        and residual.layout == _strided
+        and residual.dtype == x.dtype
+        and residual.shape == x.shape
+        and not hasattr(residual, "device_mesh")
+    )
+
+
+def _sum(x: Tensor, residual: Tensor, weight: Any, bias: Any, text: str, prenorm: Any) -> Any:
+    add = torch.ops.axisnorm.add_norm_fwd.default
+    y, h, _ = add(x, residual, weight, bias, None, 0.0, text)
+    return (y, h) if prenorm else y
+
+
 def _trailing(x: Tensor, shape: Any) -> str | None:
     """The axes of a norm over the trailing axes, if x ends in ``shape``."""
     if not isinstance(shape, tuple) or not 1 <= len(shape) <= 8 or x.dim() < len(shape):
         return None
     return _TRAILING[len(shape) - 1] if tuple(x.shape[-len(shape) :]) == shape else None
+
+
+def substitute(short: Callable[..., Any], seen: Callable[..., Any]) -> None:
+    """Have compilers see ``seen`` where ``short`` is called."""
+    if _torch._is_connected:
+        torch.compiler.substitute_in_graph(short, skip_signature_check=True)(seen)
+
+
+substitute(_torch.short_layer_norm, layer_norm)
+substitute(_torch.short_rms_norm, rms_norm)
+substitute(_torch.short_channel_norm, channel_norm)

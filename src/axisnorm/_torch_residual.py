@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import _onnx, _route, _torch, _torch_memory, reference
+from . import _onnx, _route, _torch, _torch_graph, _torch_memory, _torch_ops, reference
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
@@ -421,8 +421,14 @@ for _schema in (
     "add_norm_bwd(Tensor grad, Tensor? grad_h, Tensor h, Tensor? weight, Tensor? bias,"
     " Tensor? seed, Tensor stats, float dropout_p, str scheme)"
     " -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    # The same, into tensors that are there.
+    "add_norm_fwd_into(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed,"
+    " float dropout_p, str scheme, Tensor(a!) y, Tensor(b!)? h, Tensor(c!)? stats) -> ()",
+    "add_norm_bwd_into(Tensor grad, Tensor? grad_h, Tensor h, Tensor? weight, Tensor? bias,"
+    " Tensor? seed, Tensor stats, float dropout_p, str scheme, Tensor(a!)? dx,"
+    " Tensor(b!) dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias) -> ()",
 ):
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(_schema, tags=_torch_ops.TAGS)
 
 
 def _op_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -435,6 +441,7 @@ def _op_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _torch_ops.tell_inductor()
     *values, scheme = args
     given = Sum(*values)
     sizes = _check_sum(given, as_scheme(scheme))
@@ -523,12 +530,25 @@ def _backward_by_reference(
 
 
 for _name, _rules in {
-    "add_norm_fwd": _torch.Rules(
+    "add_norm_fwd": _torch_ops.Rules(
         _op_forward, _fake_forward, _forward_by_reference, _keep_for_backward, _op_gradients
     ),
-    "add_norm_bwd": _torch.Rules(_op_backward, _fake_backward, _backward_by_reference),
+    "add_norm_bwd": _torch_ops.Rules(_op_backward, _fake_backward, _backward_by_reference),
 }.items():
-    _torch.register(_library, _name, _rules)
+    _torch_ops.register(_library, _name, _rules)
+
+_op_forward_into = _torch_ops.into(_op_forward, 3)
+_op_backward_into = _torch_ops.into(_op_backward, 4)
+if _torch._is_connected:
+    _native.connect_add_ops({"forward_into": _op_forward_into, "backward_into": _op_backward_into})
+    _op_forward_into = _native.op_add_forward_into
+    _op_backward_into = _native.op_add_backward_into
+for _name, _kernel in {
+    "add_norm_fwd_into": _op_forward_into,
+    "add_norm_bwd_into": _op_backward_into,
+}.items():
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"axisnorm::{_name}", _torch._nothing, lib=_library)
 
 
 # --------------------------------------------------------------------------------------------
@@ -548,7 +568,7 @@ if _torch._is_connected:
     )
     short_add_layer_norm = _native.short_add_layer_norm
     short_add_rms_norm = _native.short_add_rms_norm
-    for _short in (short_add_layer_norm, short_add_rms_norm):
-        torch.compiler.substitute_in_graph(_short, skip_signature_check=True)(_torch._nothing)
+    _torch_graph.substitute(short_add_layer_norm, _torch_graph.add_layer_norm)
+    _torch_graph.substitute(short_add_rms_norm, _torch_graph.add_rms_norm)
     if hasattr(_ShortAddNorm, "_backward_cls"):
         _native.quicken_add(_ShortAddNorm._backward_cls)

@@ -209,11 +209,13 @@ class RMSNorm(_Traced, torch.nn.RMSNorm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if isinstance(x, Proxy) and (node := self._node(x, mask)) is not None:
             return node
+        # A default of the function would be a variable of a dynamic graph, and compiled twice.
         return rms_norm(
             x,
             self.normalized_shape,
             self.weight,
             self.eps,
+            weight_offset=0.0,
             mask=mask,
             activation=_activation(self),
         )

@@ -1,0 +1,201 @@
+"""What torch's compiler, Inductor, makes of the operators: a call of csrc/torch_ops.cpp.
+
+Without this it calls the operator, through the dispatcher, and gets new tensors. Here it allocates
+what is written, in memory that it has planned, and calls the function below the operator, which
+takes a quarter of the time. Of Inductor this needs functions that are not public: where one is
+missing nothing is changed. It is loaded after Inductor, which takes a second to load.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor import ir, lowering
+from torch._inductor.virtualized import V
+
+from .scheme import Scheme, as_scheme
+
+__all__ = ["register"]
+
+_NEEDED = {
+    ir: ("FallbackKernel", "FixedLayout", "FlexibleLayout", "as_storage_and_layout",
+         "get_stride_order", "ir_node_to_tensor", "is_storage_and_layout"),
+    ir.FallbackKernel: ("codegen", "create", "realize_input", "require_stride_order",
+                        "tensor_to_layout"),
+    lowering: ("fallback_handler", "lowerings", "register_lowering", "to_dtype"),
+}  # fmt: skip
+
+_ops = torch.ops.axisnorm
+_CALLED: dict[Any, str] = {
+    _ops.norm_fwd_into.default: "op_forward_into",
+    _ops.norm_bwd_into.default: "op_backward_into",
+    _ops.norm_train_fwd_into.default: "op_train_into",
+    _ops.channel_scale_into.default: "op_scale_into",
+    _ops.add_norm_fwd_into.default: "op_add_forward_into",
+    _ops.add_norm_bwd_into.default: "op_add_backward_into",
+}
+"""What is called for an operator: the function of csrc/torch_ops.cpp that takes its arguments."""
+
+
+class _Call(ir.FallbackKernel):
+    """The call of one of these operators, below the dispatcher."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.python_kernel_name = f"axisnorm_native.{_CALLED[self.op_overload]}"
+
+    def codegen(self, wrapper: Any) -> None:
+        wrapper.add_import_once("from axisnorm import _native as axisnorm_native")
+        super().codegen(wrapper)
+
+
+def _forward(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    scheme: str,
+    running_mean: Any = None,
+    running_var: Any = None,
+) -> tuple[Any, ...]:
+    if running_mean is not None and mask is None and not _is_read(1):
+        y = _by_running_statistics(x, weight, bias, as_scheme(scheme), running_mean, running_var)
+        if y is not None:
+            return y, None
+    x, layout = _realized(x)
+    y, stats = _new(layout), _like_output(1)
+    given = (x, weight, bias, mask, scheme, running_mean, running_var)
+    _Call.create(_ops.norm_fwd_into.default, *given, y, stats)
+    return y, stats
+
+
+_BY_RUNNING_STATISTICS = {
+    scheme.replace(statistics="running") for scheme in (Scheme.batch_norm(), Scheme.instance_norm())
+}
+
+
+def _by_running_statistics(
+    x: Any, weight: Any, bias: Any, scheme: Scheme, running_mean: Any, running_var: Any
+) -> Any:
+    """Steps that Inductor fuses with what stands around the norm; None: no such norm.
+
+    In double, where nothing that is finite overflows. What the steps for an element share is
+    computed before: Inductor would take the root for each.
+    """
+    if (
+        scheme.eps is None
+        or scheme.replace(eps=1e-5) not in _BY_RUNNING_STATISTICS
+        or x.get_dtype() == torch.float64
+    ):
+        return None
+    aten = torch.ops.aten
+    view, add, subtract, multiply = (
+        lowering.lowerings[op]
+        for op in (aten.view.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)
+    )
+    channels = x.get_size()[1]
+    contiguous = ir.FlexibleLayout.contiguous_strides([channels])
+    scale = _new(ir.FixedLayout(x.get_device(), torch.float64, [channels], contiguous))
+    _Call.create(_ops.channel_scale_into.default, weight, running_var, scheme.eps, scale)
+
+    def along(t: Any) -> Any:
+        t = lowering.to_dtype(t, torch.float64)
+        return view(t, [channels, *[1] * (len(x.get_size()) - 2)])
+
+    y = subtract(lowering.to_dtype(x, torch.float64), along(running_mean))
+    y = multiply(y, along(scale))
+    return lowering.to_dtype(y if bias is None else add(y, along(bias)), x.get_dtype())
+
+
+def _train_forward(x: Any, *others: Any) -> tuple[Any, ...]:
+    x, layout = _realized(x)
+    outputs = (_new(layout), *(_like_output(i, always=True) for i in (1, 2, 3)))
+    _Call.create(_ops.norm_train_fwd_into.default, x, *others, *outputs)
+    return outputs
+
+
+def _backward(grad: Any, x: Any, *others: Any) -> tuple[Any, ...]:
+    x, layout = _realized(x)
+    if all(isinstance(step, int) for step in layout.stride):
+        # The kernels go through all tensors in one order.
+        order = ir.get_stride_order(layout.stride)
+        grad = ir.FallbackKernel.require_stride_order(grad, order)
+    outputs = (_new(layout), *(_like_output(i) for i in (1, 2)))
+    _Call.create(_ops.norm_bwd_into.default, grad, x, *others, *outputs)
+    return outputs
+
+
+def _add_forward(x: Any, residual: Any, *others: Any) -> tuple[Any, ...]:
+    x, layout = _realized(x)
+    residual, other = _realized(residual)
+    if 0 not in residual.get_stride():
+        layout = other
+    outputs = (_new(layout), _new(layout) if _is_read(1) else None, _like_output(2))
+    _Call.create(_ops.add_norm_fwd_into.default, x, residual, *others, *outputs)
+    return outputs
+
+
+def _add_backward(grad: Any, grad_h: Any, h: Any, *others: Any) -> tuple[Any, ...]:
+    h, layout = _realized(h)
+    seed = others[2]
+    dx = None if seed is None else _new(layout)
+    outputs = (dx, _new(layout), _like_output(2), _like_output(3))
+    _Call.create(_ops.add_norm_bwd_into.default, grad, grad_h, h, *others, *outputs)
+    return outputs
+
+
+def _realized(x: Any) -> tuple[Any, Any]:
+    """The tensor in memory, and the layout of one that torch.empty_like makes of it."""
+    x = ir.FallbackKernel.realize_input(x)
+    if ir.is_storage_and_layout(x):
+        ir.as_storage_and_layout(x, freeze=True)
+    with V.graph.fake_mode:
+        return x, ir.FallbackKernel.tensor_to_layout(torch.empty_like(ir.ir_node_to_tensor(x)))
+
+
+def _like_output(index: int, always: bool = False) -> Any:
+    """A new tensor for this output of the operator, None where nothing reads it."""
+    if not always and not _is_read(index):
+        return None
+    return _new(ir.FallbackKernel.tensor_to_layout(V.graph.current_node.meta["val"][index]))
+
+
+def _is_read(index: int) -> bool:
+    """Whether anything reads this output of the operator."""
+    return any(
+        user.target is not operator.getitem or user.args[1] == index
+        for user in V.graph.current_node.users
+    )
+
+
+def _new(layout: Any) -> Any:
+    empty = lowering.lowerings[torch.ops.aten.empty_strided.default]
+    return empty(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
+
+
+def _lowered(op: Any, lower: Callable[..., Any]) -> Callable[..., Any]:
+    by_operator = lowering.fallback_handler(op, add_to_fallback_set=False)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        device = V.graph.current_node.meta["val"][0].device
+        direct = device.type == "cpu" and not V.graph.cpp_wrapper
+        return (lower if direct else by_operator)(*args, **kwargs)
+
+    return chosen
+
+
+def register() -> None:
+    """Tell Inductor."""
+    if not all(hasattr(owner, name) for owner, names in _NEEDED.items() for name in names):
+        return
+    for op, lower in (
+        (_ops.norm_fwd.default, _forward),
+        (_ops.norm_bwd.default, _backward),
+        (_ops.norm_train_fwd.default, _train_forward),
+        (_ops.add_norm_fwd.default, _add_forward),
+        (_ops.add_norm_bwd.default, _add_backward),
+    ):
+        lowering.register_lowering(op, type_promotion_kind=None)(_lowered(op, lower))
