@@ -782,8 +782,9 @@ int64_t slot(const Nest *nest) {
                      : OfLines<float>::TOGETHER * line_slot(*nest);
 }
 
-// Sums of large terms may overflow on the way though they cancel in the end. Then those of one element
-// of the weight are taken again, in double and scaled. By xhat: of grad * xhat, else of grad.
+// Sums of large terms may overflow on the way though they cancel in the end. Where one for an element
+// of the weight is not finite, it is taken again, in double and scaled. By xhat: of grad * xhat, else
+// of grad.
 template <class T>
 NOINLINE double sum_again(const Task &task, int64_t a, bool by_xhat) {
   typedef Scalar<T> C;
@@ -990,8 +991,7 @@ template <class V> bool all_finite(const V *v, int64_t n) {
   return fine;
 }
 
-// Sums of large terms may overflow on the way though they cancel in the end: those of n columns that
-// are not finite are taken again, in double and scaled. By xhat: of grad * xhat, else of grad.
+// As for the nests: those of n columns of rows that are not finite are taken again.
 template <class T>
 __attribute__((noinline)) void sum_again(const Job &job, int64_t i, int64_t n, bool by_xhat,
                                          double *total) {

@@ -216,7 +216,8 @@ template <class T> struct OfLines {
 
   void apply(const Place &at, const Unit &u, int64_t part) const {
     if (!job.y || u.repair) return;
-    if (job.activation) return per_element ? activate<true>(at, u, part) : activate<false>(at, u, part);
+    if (job.activation)
+      return per_element ? activate<true>(at, u, part) : activate<false>(at, u, part);
     if (per_element) apply_to<true>(at, u, part);
     else apply_to<false>(at, u, part);
   }
