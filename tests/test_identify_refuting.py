@@ -75,7 +75,7 @@ def test_what_was_computed_is_never_refuted(computation):
     lines = Lines.of(pair)
     for own in (None, statistics):
         assert not lines.refute(sharing, (*sharing.kept, *dimensions), pair.noise.summed, own)
-    centred, plain = fitter_of(pair).refuted(statistics, dimensions)
+    ((centred, plain),) = fitter_of(pair).refuted([(statistics, dimensions)])
     assert not (centred if formula.center else plain)[1]
 
 
@@ -88,7 +88,7 @@ def test_nor_is_it_under_a_mask(computation, seed):
     statistics = pair.statistics(sharing)
     fixed = *sharing.kept, *dimensions
     assert not Lines.of(pair).refute(sharing, fixed, pair.noise.summed, statistics)
-    centred, plain = fitter_of(pair).refuted(statistics, dimensions)
+    ((centred, plain),) = fitter_of(pair).refuted([(statistics, dimensions)])
     assert not (centred if formula.center else plain)[1]
 
 
@@ -146,7 +146,7 @@ def test_an_eps_beside_any_variances_is_not_refuted():
         scheme = sharing.scheme((1,), eps=float(eps))
         y = reference.forward(x, scheme, np.linspace(0.5, 2, 40), np.linspace(-1, 1, 40))[0]
         pair = pair_of(x, y)
-        centred, _ = fitter_of(pair).refuted(pair.statistics(sharing), (1,))
+        ((centred, _),) = fitter_of(pair).refuted([(pair.statistics(sharing), (1,))])
         assert centred == (False, False) or centred == (True, False)
 
 

@@ -58,8 +58,10 @@ def identify(
     For every set of axes and every division of one axis into groups the offset m is tested and
     the factor r of each group is measured; the formula and its eps are read off the factors of
     groups of different variance. Weight and bias are fitted where they are not given and the
-    output is not explained without them. Of what fits, the hypothesis with the fewest fitted
-    numbers wins, then an eps and a norm in use; the rest is listed.
+    output is not explained without them. What may have come after the norm is looked through: an
+    activation, dropout, a mask, a rounding to few decimals or to a grid. Of what fits, the
+    hypothesis with the fewest fitted numbers wins, then an eps and a norm in use; the rest is
+    listed.
 
     Args:
         x: the input: an array of NumPy (bfloat16 of ml_dtypes too) or torch, of any shape.

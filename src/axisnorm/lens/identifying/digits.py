@@ -67,7 +67,7 @@ def computed_in(pair: Pair, fit: Fit, y_dtype: str) -> str | None:
     """The type of the computation, None where the output does not show it."""
     if fit.affine.fitted or fit.eps_fitted or not fit.fits or pair.mask is not None:
         return None
-    if pair.x.size < ENOUGH or pair.decimals is not None:
+    if pair.x.size < ENOUGH or pair.noise.quantum:
         return None
     if pair.y_dtype == "float64":
         return "float32" if pair.noise.compute == UNITS["float32"] else "float64"

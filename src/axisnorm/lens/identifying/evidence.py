@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from .hypotheses import Formula, Sharing
 
 __all__ = [
+    "INSPECTED",
     "UNITS",
     "Factors",
     "Noise",
@@ -80,7 +81,7 @@ class Noise:
     compute: float
     """The same of the type of the computation."""
     quantum: float = 0.0
-    """Half a unit of the last decimal, where the output was printed."""
+    """Half a unit of the last decimal, where the output was printed, or half a step."""
     input_quantum: float = 0.0
     """The same of the input."""
     smallest: float = 0.0
@@ -100,24 +101,24 @@ class Noise:
         narrow = replace(own, unit=single, compute=single)
         return [own, narrow] if self.compute < single else [own]
 
-    @property
+    @cached_property
     def worst(self) -> Noise:
         """The most that is believed of rounding before an output is said to be something else."""
         believed = self.slack > 1 or self.compute > UNITS["float32"]
         return self if believed else self.careless()[-1]
 
-    @property
+    @cached_property
     def summed(self) -> Noise:
         """The same, but the worst for a computation in double: sums are not exact enough then."""
         return self if self.compute >= UNITS["float32"] else self.worst
 
-    def relative(self, group_size: int) -> float:
+    def relative(self, group_size: Any) -> Any:
         """What is allowed for one unit of output: sums of n add log2(n) / 2 roundings to r."""
-        inner = self.compute * (8.0 + 0.5 * math.log2(max(group_size, 2)))
+        inner = self.compute * (8.0 + 0.5 * np.log2(np.maximum(group_size, 2)))
         return self.slack * (self.unit * (2.0 if self.twice_rounded else 1.0) + inner)
 
     def bound(
-        self, group_size: int, output: Any, slope: Any, mean: Any = 0.0, bias: Any = 0.0
+        self, group_size: Any, output: Any, slope: Any, mean: Any = 0.0, bias: Any = 0.0
     ) -> Any:
         """The largest error of an output.
 
@@ -149,13 +150,13 @@ class Pair:
     """The elements of the output that count."""
     masked_statistics: bool = False
     """Whether the mask holds for the statistics too."""
-    decimals: int | None = None
-    """How many decimals the output was printed with, None where it was not."""
     unit: float = 1.0
     """The power of two that the input was multiplied by. Where it is not 1 every eps in use is
     too small, or too large, to be told from 0."""
     cache: dict[Any, Any] = field(default_factory=dict)
-    """What was summed before: nothing in it depends on the noise."""
+    """What was found before; what depends on the noise has it in its key."""
+    sums: dict[Any, Any] = field(default_factory=dict)
+    """What was summed of the input, and of the mask where it holds for the statistics."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,15 +165,15 @@ class Pair:
 
     def statistics(self, sharing: Sharing) -> Statistics:
         """The moments of the input over the elements that share."""
-        found: Statistics | None = self.cache.get(sharing.key)
+        found: Statistics | None = self.sums.get(sharing.key)
         if found is None or found.sharing != sharing:
             found = _statistics(self, sharing)
-            self.cache[sharing.key] = found
+            self.sums[sharing.key] = found
         return found
 
     def rough_sums(self) -> tuple[float, Sums]:
         """A number near the input's mean, and sums of the input less that and of its square."""
-        found: tuple[float, Sums] | None = self.cache.get("rough")
+        found: tuple[float, Sums] | None = self.sums.get("rough")
         if found is None:
             shift = float(self.x.mean())
             x = self.x - shift
@@ -180,20 +181,25 @@ class Pair:
             if self.mask is not None and self.masked_statistics:
                 planes = [plane * self.mask for plane in planes]
                 planes.append(self.mask.astype(np.float64))
-            found = self.cache["rough"] = shift, Sums(np.stack(planes))
+            found = self.sums["rough"] = shift, Sums(np.stack(planes))
         return found
 
-    def with_noise(self, noise: Noise, decimals: int | None = None) -> Pair:
+    def with_noise(self, noise: Noise) -> Pair:
         """The same data, believed to be rounded in another way."""
-        return replace(self, noise=noise, decimals=decimals)
+        return replace(self, noise=noise)
 
     def with_mask(self, mask: NDArray[np.bool_], *, statistics: bool) -> Pair:
         """The same data, of which some do not count, in the statistics neither where said."""
-        return replace(self, mask=mask, masked_statistics=statistics, cache={})
+        sums = {} if statistics else self.sums
+        return replace(self, mask=mask, masked_statistics=statistics, cache={}, sums=sums)
+
+    def with_output(self, y: Floats, noise: Noise) -> Pair:
+        """Another output of the same input."""
+        return replace(self, y=y, noise=noise, cache={})
 
     def with_input(self, x: Floats) -> Pair:
         """The same output, made of another input."""
-        return replace(self, x=x, cache={})
+        return replace(self, x=x, cache={}, sums={})
 
 
 def pair_of(x: Any, y: Any) -> Pair:
@@ -600,7 +606,7 @@ def measure(
     weight: Floats | None,
     bias: Floats | None,
     *,
-    sampled: bool = False,
+    most: int | None = None,
 ) -> Factors:
     """The factor of every group, or of a sample of groups and elements, by least squares.
 
@@ -614,8 +620,8 @@ def measure(
         None if p is None else np.broadcast_to(p, pair.shape).reshape(sharing.expanded)
         for p in (weight, bias, pair.mask)
     ]
-    if sampled:
-        cut = thinned(sharing.expanded, sharing.kept, sharing.reduced)
+    if most is not None:
+        cut = thinned(sharing.expanded, sharing.kept, sharing.reduced, most=most)
         x, y = x[cut], y[cut]
         parameters = [None if p is None else p[cut] for p in parameters]
         statistics = statistics.cut(cut)
@@ -653,16 +659,19 @@ def measure(
     return Factors(statistics, center, factor, uncertainty, informative, dd / total, misfit, worst)
 
 
-def thinned(shape: Sequence[int], *choices: Sequence[int]) -> tuple[slice, ...]:
+def thinned(
+    shape: Sequence[int], *choices: Sequence[int], most: int = SAMPLED
+) -> tuple[slice, ...]:
     """Evenly spaced indices, the longest dimension cut first.
 
     Args:
         shape: the sizes.
         choices: the dimensions that are cut; others only when these are down to a few.
+        most: about how many elements are left.
     """
     sizes, steps = list(shape), [1] * len(shape)
     for dimensions in choices:
-        while dimensions and math.prod(sizes) > SAMPLED:
+        while dimensions and math.prod(sizes) > most:
             longest = max(dimensions, key=lambda i: sizes[i])
             if sizes[longest] < 3:
                 break

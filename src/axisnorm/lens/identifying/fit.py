@@ -25,6 +25,7 @@ __all__ = [
     "for_running",
     "machine_eps",
     "places",
+    "predicted",
     "running_statistics",
     "usual_eps",
 ]
@@ -275,7 +276,7 @@ def confirm(
     eps_fitted: bool,
     *,
     line: Line | None = None,
-    sampled: bool = False,
+    most: int | None = None,
 ) -> Fit:
     """Hold a hypothesis with all its constants against every element, or a sample of them.
 
@@ -291,35 +292,16 @@ def confirm(
         eps_fitted: whether eps is a fitted number.
         line: how weight and bias were fitted to this data, None where they were not. Where few
             elements share them, the rounding of a large output moves what is left of small ones.
-        sampled: hold it against a sample.
+        most: hold it against a sample of so many elements.
     """
     sharing = statistics.sharing
-    cut = thinned(sharing.expanded, range(len(sharing.expanded))) if sampled else ()
-
-    def part(values: Any) -> Any:
-        values = values.reshape(sharing.expanded) if values.shape == pair.shape else values
-        return values[tuple(s if n > 1 else slice(None)
-                            for s, n in zip(cut, values.shape, strict=False))]  # fmt: skip
-
-    x, y = part(pair.x), part(pair.y)
-    factor = part(statistics.factor(formula, eps))
-    mean = part(statistics.mean) if formula.center else 0.0
-    slope: Any = np.abs(factor)
-    predicted = (x - mean) * factor if formula.center else x * factor
-    largest_bias: Any = 0.0
-    if weight is not None:
-        w = part(np.broadcast_to(weight, pair.shape))
-        predicted = predicted * w
-        slope = slope * np.abs(w)
-    if bias is not None:
-        b = part(np.broadcast_to(bias, pair.shape))
-        predicted = predicted + b
-        largest_bias = np.abs(b)
-    n = 2 if statistics.running else sharing.group_size
-    about = part(np.sqrt(statistics.meansquare)) if formula.center else 0.0
-    allowed = pair.noise.bound(n, np.abs(predicted), slope, about, largest_bias)
-    difference = np.abs(y - predicted)
-    allowed = np.broadcast_to(allowed * formula.sensitivity, difference.shape)
+    every = range(len(sharing.expanded))
+    cut = () if most is None else thinned(sharing.expanded, every, most=most)
+    part = _parts(pair, sharing, cut)
+    y = part(pair.y)
+    output, allowed = _predicted(pair, statistics, formula, weight, bias, eps, part)
+    difference = np.abs(y - output)
+    allowed = np.broadcast_to(allowed, difference.shape)
     valid = None if pair.mask is None else part(pair.mask)
     reach = allowed
     if line is not None:
@@ -351,3 +333,52 @@ def confirm(
         bias_along=bias,
         silent_groups=int((statistics.var == 0).sum()),
     )
+
+
+def predicted(pair: Pair, fit: Fit) -> tuple[Floats, Floats]:
+    """What a fit computes for every element, masked or not, and how far rounding may move it."""
+    own = fit.statistics, fit.formula, fit.weight_along, fit.bias_along, fit.eps
+    output, allowed = _predicted(pair, *own, _parts(pair, fit.sharing, ()))
+    shape = pair.shape
+    return output.reshape(shape), np.broadcast_to(allowed, output.shape).reshape(shape)
+
+
+def _parts(pair: Pair, sharing: Sharing, cut: tuple[slice, ...]) -> Callable[[Any], Any]:
+    """Of what varies along some axes the elements of a sample, in the sharing's dimensions."""
+
+    def part(values: Any) -> Any:
+        values = values.reshape(sharing.expanded) if values.shape == pair.shape else values
+        return values[tuple(s if n > 1 else slice(None)
+                            for s, n in zip(cut, values.shape, strict=False))]  # fmt: skip
+
+    return part
+
+
+def _predicted(
+    pair: Pair,
+    statistics: Statistics,
+    formula: Formula,
+    weight: Floats | None,
+    bias: Floats | None,
+    eps: float,
+    part: Callable[[Any], Any],
+) -> tuple[Floats, Any]:
+    """The output and the bound of its error, of the part of the elements that ``part`` takes."""
+    x = part(pair.x)
+    factor = part(statistics.factor(formula, eps))
+    mean = part(statistics.mean) if formula.center else 0.0
+    slope: Any = np.abs(factor)
+    output = (x - mean) * factor if formula.center else x * factor
+    largest_bias: Any = 0.0
+    if weight is not None:
+        w = part(np.broadcast_to(weight, pair.shape))
+        output = output * w
+        slope = slope * np.abs(w)
+    if bias is not None:
+        b = part(np.broadcast_to(bias, pair.shape))
+        output = output + b
+        largest_bias = np.abs(b)
+    n = 2 if statistics.running else statistics.sharing.group_size
+    about = part(np.sqrt(statistics.meansquare)) if formula.center else 0.0
+    allowed = pair.noise.bound(n, np.abs(output), slope, about, largest_bias)
+    return output, allowed * formula.sensitivity

@@ -37,7 +37,7 @@ from .sampling import (
     varying,
 )
 
-__all__ = ["CARELESS", "Place", "with_fitted_weights"]
+__all__ = ["CARELESS", "Place", "varies_within", "with_fitted_weights"]
 
 REFINED = 4
 """So many sets of axes with as many weights are looked at closely where weights are fitted."""
@@ -47,6 +47,16 @@ NEAR = 30.0
 
 SUSPECTS = (4, 256), (4, 4096)
 """Of so many weights so many elements are searched for some of nearly one variance."""
+
+MOST_SUSPECTS = 256
+"""Where more are left the second look takes longer than it saves."""
+
+HELD, HELD_ELEMENTS = 12, 1 << 22
+"""So many fits of a sample are held against all data, of small arrays more: where none of them
+holds, the output only comes near many."""
+
+REFUTED_ELEMENTS = 1 << 14
+"""So many elements are looked at together: of fewer the calls take longer than the numbers."""
 
 CARELESS = "careless"
 """Of what is kept for a pair: the sets of axes, each with the dimensions of a weight, that only the
@@ -71,6 +81,9 @@ REFUTED = [(True, True), (True, True)]
 TOGETHER = 8
 """So many values of eps are tried at once where the border of those that pass is sought."""
 
+LARGE = 10.0
+"""An eps so many times larger than variances makes the factor the same for all groups."""
+
 EXPLAINED = 0.05
 EXPLAINED_VAR = 0.2
 """What a hypothesis must leave over at most, of the output's variance, to be looked at: with an
@@ -88,14 +101,16 @@ def with_fitted_weights(
     weight: Floats | None,
     bias: Floats | None,
     limit: int,
+    *,
     only: Collection[Place] | None = None,
+    axes: Sequence[int] | None = None,
 ) -> list[Fit]:
     """Fit what is missing of weight and bias for sets of axes that share them.
 
     With fewer numbers than ``limit``, with which a map without statistics explains the output, and
-    in these places alone, where they are told.
+    in these places alone, or along these axes, where they are told.
     """
-    fitter = _Fitter(pair, affine_of, weight, bias, limit, only)
+    fitter = _Fitter(pair, affine_of, weight, bias, limit, only, axes)
     stages = (
         [sharing for sharing in every if sharing.split is None],
         [sharing for sharing in every if sharing.split is not None and is_known(sharing)],
@@ -109,6 +124,12 @@ def with_fitted_weights(
         if any(fit.fits for fit in found):
             break
     return found
+
+
+def varies_within(sharing: Sharing, dimensions: Iterable[int], axes: Sequence[int]) -> bool:
+    """Whether what varies along these dimensions varies along these axes of the tensor alone."""
+    own = {i for axis in axes for i in sharing.dimensions(axis)}
+    return all(i in own or sharing.expanded[i] == 1 for i in dimensions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +162,11 @@ class _Fitter:
         bias: Floats | None,
         limit: int = 0,
         only: Collection[Place] | None = None,
+        axes: Sequence[int] | None = None,
     ) -> None:
         self.pair = pair
         self.only = only
+        self.axes = axes
         self.limit = limit
         self.affine_of = affine_of
         self.weight = weight
@@ -153,11 +176,12 @@ class _Fitter:
         self.lines = Lines.of(pair)
         self.random = np.random.default_rng(0)
         self.samples: dict[Any, Sample] = {}
+        self.left = max(HELD, HELD_ELEMENTS // pair.x.size)
+        """So many fits may still be held against all data."""
 
     def fits(self, sources: Iterable[Sharing | Statistics]) -> list[Fit]:
         """The fits of fewest numbers, sought in the order of their numbers."""
-        leads = [lead for source in sources for lead in self.leads(source)]
-        leads = [lead for lead in leads if lead.numbers < self.limit]
+        leads = [lead for lead in self.leads(*sources) if lead.numbers < self.limit]
         near: list[_Lead] = []
         for free in (False, True):
             # Where each weight meets one group it takes up the factor, and the fit is perfect
@@ -169,7 +193,7 @@ class _Fitter:
         found: list[Fit] = []
         for _, alike in itertools.groupby(near, key=lambda lead: lead.numbers):
             found += self.refined(list(alike)[:REFINED])
-            if any(fit.fits for fit in found):
+            if any(fit.fits for fit in found) or self.left <= 0:
                 break
         return found
 
@@ -186,83 +210,112 @@ class _Fitter:
             found = [d for d in found if set(d) <= own or set(d) in axes]
         return found
 
-    def leads(self, source: Sharing | Statistics) -> Iterator[_Lead]:
+    def leads(self, *sources: Sharing | Statistics) -> Iterator[_Lead]:
+        """What came near on a sample, of what is not refuted before."""
+        places = [place for source in sources for place in self.places(source)]
+        for place, refuted in zip(places, self.refuted(places), strict=True):
+            if not all(map(all, refuted)):
+                yield from self.near(*place, refuted)
+
+    def places(self, source: Sharing | Statistics) -> Iterator[tuple[Statistics, tuple[int, ...]]]:
+        """The dimensions along which a weight may vary, where some lines are not refuted."""
         statistics = source if isinstance(source, Statistics) else None
         sharing = source.sharing if isinstance(source, Statistics) else source
-        told = sharing.kept if statistics is None else varying(statistics)
-        kept = [i for i in told if sharing.expanded[i] > 1]
+        kept = self.kept(sharing if statistics is None else statistics)
         for dimensions in self.choices(sharing):
             if self.only is not None and (sharing.axes, dimensions) not in self.only:
                 continue
-            each = self.pair.x.size // max(number_of(sharing, dimensions), 1)
-            # Where each weight meets one group alone, weight and bias take up anything.
-            free = set(kept) <= set(dimensions)
-            if each < 2 or number_of(sharing, dimensions) >= self.limit:
+            if self.axes is not None and not varies_within(sharing, dimensions, self.axes):
+                continue
+            numbers = number_of(sharing, dimensions)
+            if self.pair.x.size < 2 * numbers or numbers >= self.limit:
                 continue
             if self.without_line(sharing, kept, dimensions):
                 continue
             if statistics is None:
                 (statistics,) = rough_statistics(self.pair, [sharing])
-            if self.without_line(sharing, kept, dimensions, statistics):
+            if not self.without_line(sharing, kept, dimensions, statistics):
+                yield statistics, dimensions
+
+    def kept(self, source: Sharing | Statistics) -> list[int]:
+        """The dimensions along which statistics vary."""
+        sharing = source.sharing if isinstance(source, Statistics) else source
+        told = varying(source) if isinstance(source, Statistics) else sharing.kept
+        return [i for i in told if sharing.expanded[i] > 1]
+
+    def near(
+        self,
+        statistics: Statistics,
+        dimensions: tuple[int, ...],
+        refuted: Sequence[tuple[bool, bool]],
+    ) -> Iterator[_Lead]:
+        sharing = statistics.sharing
+        each = self.pair.x.size // max(number_of(sharing, dimensions), 1)
+        # Where each weight meets one group alone, weight and bias take up anything.
+        free = set(self.kept(statistics)) <= set(dimensions)
+        sample = self.sample(sharing, dimensions)
+        group = groups(statistics, sample, dimensions)
+        meansquare = statistics.meansquare.ravel()[group]
+        var = statistics.var.ravel()[group]
+        for center, (no_weight, no_bias) in zip((True, False), refuted, strict=True):
+            if no_weight and no_bias:
                 continue
-            refuted = self.refuted(statistics, dimensions)
-            if all(map(all, refuted)):
+            d = sample.x - statistics.mean.ravel()[group] if center else sample.x
+            if sample.known is not None:
+                d = d * sample.known
+            about = math.sqrt(float(meansquare.mean())) if center else 0.0
+            allowed = self._allowed(statistics, sample, about)
+            given = center or statistics.running
+            unit = self.pair.noise.unit
+            tried = list(_factors(var if given else meansquare, unit))
+            if not given:
+                # The uncentred value over the centred deviation.
+                tried += [("deviation", f) for k, f in _factors(var, unit) if k == "root"]
+            families, factors = [k for k, _ in tried], [f for _, f in tried]
+            if not factors:
                 continue
-            sample = self.sample(sharing, dimensions)
-            group = groups(statistics, sample, dimensions)
-            meansquare = statistics.meansquare.ravel()[group]
-            var = statistics.var.ravel()[group]
-            for center, (no_weight, no_bias) in zip((True, False), refuted, strict=True):
-                if no_weight and no_bias:
+            lefts = sample.left(d, factors)
+            numbers = number_of(sharing, dimensions)
+            for with_bias in (0, 1):
+                if no_bias if with_bias else no_weight:
                     continue
-                d = sample.x - statistics.mean.ravel()[group] if center else sample.x
-                if sample.known is not None:
-                    d = d * sample.known
-                about = math.sqrt(float(meansquare.mean())) if center else 0.0
-                allowed = self._allowed(statistics, sample, about)
-                given = center or statistics.running
-                unit = self.pair.noise.unit
-                tried = list(_factors(var if given else meansquare, unit))
-                if not given:
-                    # The uncentred value over the centred deviation.
-                    tried += [("deviation", f) for k, f in _factors(var, unit) if k == "root"]
-                families, factors = [k for k, _ in tried], [f for _, f in tried]
-                if not factors:
+                if with_bias and (self.bias is not None or free or each <= 2):
                     continue
-                lefts = sample.left(d, factors)
-                numbers = number_of(sharing, dimensions)
-                for with_bias in (0, 1):
-                    if no_bias if with_bias else no_weight:
+                if not with_bias and (self.weight is not None or (free and not center)):
+                    continue
+                share = max(1 - (1 + with_bias) / sample.x.shape[1], 1e-9)
+                # The sums that it is the difference of leave these digits open.
+                floor = 1e-14 * float(sample.sums[1].sum())
+                best: dict[str, float] = {}
+                worst: dict[str, float] = {}
+                for family, left in zip(families, lefts[with_bias].tolist(), strict=True):
+                    left = max(left, floor)
+                    best[family] = min(left, best.get(family, math.inf))
+                    worst[family] = max(left, worst.get(family, 0.0))
+                ranked = sorted(best, key=lambda family: best[family])
+                total = float(sample.sums[1 + with_bias].sum())
+                most = NEAR * best[ranked[0]]
+                for family in ["root"] if free else ranked[:2]:
+                    left = best[family]
+                    explained = EXPLAINED_VAR if family == "var" else EXPLAINED
+                    if left > min(most, explained * total):
                         continue
-                    if with_bias and (self.bias is not None or free or each <= 2):
+                    score = left / allowed / share
+                    # Many an eps was tried: where none matters beside what is too much, none will.
+                    flat = worst[family] - left < left * (1 - 1 / max(score, 1.0))
+                    if flat and family == "root" and left > 100 * floor:
                         continue
-                    if not with_bias and (self.weight is not None or (free and not center)):
-                        continue
-                    share = max(1 - (1 + with_bias) / sample.x.shape[1], 1e-9)
-                    best: dict[str, float] = {}
-                    for family, left in zip(families, lefts[with_bias].tolist(), strict=True):
-                        # The sums that it is the difference of leave these digits open.
-                        left = max(left, 1e-14 * float(sample.sums[1].sum()))
-                        best[family] = min(left, best.get(family, math.inf))
-                    ranked = sorted(best, key=lambda family: best[family])
-                    total = float(sample.sums[1 + with_bias].sum())
-                    most = NEAR * best[ranked[0]]
-                    for family in ["root"] if free else ranked[:2]:
-                        left = best[family]
-                        explained = EXPLAINED_VAR if family == "var" else EXPLAINED
-                        if left > min(most, explained * total):
-                            continue
-                        yield _Lead(
-                            sharing,
-                            dimensions,
-                            center,
-                            bool(with_bias),
-                            family,
-                            left / allowed / share,
-                            numbers * (2 if with_bias and self.weight is None else 1),
-                            free,
-                            statistics,
-                        )
+                    yield _Lead(
+                        sharing,
+                        dimensions,
+                        center,
+                        bool(with_bias),
+                        family,
+                        score,
+                        numbers * (2 if with_bias and self.weight is None else 1),
+                        free,
+                        statistics,
+                    )
 
     def without_line(
         self,
@@ -288,44 +341,86 @@ class _Fitter:
         self.pair.cache.setdefault(CARELESS, set()).add((sharing.axes, dimensions))
 
     def refuted(
-        self, statistics: Statistics, dimensions: tuple[int, ...]
-    ) -> list[tuple[bool, bool]]:
-        """Whether no formula can fit: with and without the mean, each without and with a bias."""
-        n, noise = summed(statistics), self.pair.noise.summed
-        bare = self.weight is None and self.bias is None and not statistics.running
-        key = "refuted", noise, statistics.sharing.axes, dimensions
-        if bare and key in self.pair.cache:
-            return REFUTED
+        self, places: Sequence[tuple[Statistics, tuple[int, ...]]]
+    ) -> list[list[tuple[bool, bool]]]:
+        """Whether no formula can fit: with and without the mean, each without and with a bias.
+
+        For each set of axes with the dimensions of a weight.
+        """
+        found: dict[int, list[tuple[bool, bool]]] = {}
+        noise, cache = self.pair.noise.summed, self.pair.cache
+        bare = self.weight is None and self.bias is None
+        for k, (statistics, dimensions) in enumerate(places):
+            known = bare and not statistics.running
+            if known and ("refuted", noise, statistics.sharing.axes, dimensions) in cache:
+                found[k] = REFUTED
+        left = [k for k in range(len(places)) if k not in found]
+        exact, worst = {}, {}
         for most in SUSPECTS:
-            sample = self.sample(statistics.sharing, dimensions, most)
+            samples = {k: self.sample(places[k][0].sharing, places[k][1], most) for k in left}
+            alike = itertools.groupby(
+                sorted(left, key=lambda k: samples[k].x.shape), key=lambda k: samples[k].x.shape
+            )
+            for shape, group in alike:
+                own, step = list(group), max(1, REFUTED_ELEMENTS // math.prod(shape))
+                for start in range(0, len(own), step):
+                    some = own[start : start + step]
+                    answers = self._refuted([(*places[k], samples[k]) for k in some])
+                    for place, k in enumerate(some):
+                        exact[k], worst[k] = (a[..., place] for a in answers)
+            for k in left:
+                found[k] = [(bool(own[0]), bool(own[1:].all())) for own in exact[k]]
+                found[k] = list(zip(*found[k], strict=True))
+            left = [
+                k for k in left
+                if samples[k].x.shape[1] == most[1] and not all(map(all, found[k]))
+            ]  # fmt: skip
+            if len(left) > MOST_SUSPECTS:
+                break
+        for k in exact:
+            statistics, dimensions = places[k]
+            if (exact[k] & ~worst[k]).any():
+                self.leave_open(statistics.sharing, dimensions)
+            elif bare and not statistics.running and worst[k].all():
+                # What the most that is believed does not explain, no later look does.
+                cache["refuted", noise.worst, statistics.sharing.axes, dimensions] = True
+        return [found[k] for k in range(len(places))]
+
+    def _refuted(
+        self, places: Sequence[tuple[Statistics, tuple[int, ...], Sample]]
+    ) -> list[NDArray[np.bool_]]:
+        """For what is believed of rounding and the worst: without and with a bias, for the mean
+        subtracted, not, and the uncentred value over the centred deviation, for each place."""
+        d, variance, about, largest = [], [], [], []
+        for statistics, dimensions, sample in places:
             group = groups(statistics, sample, dimensions)
             mean, var, meansquare = (
                 v.ravel()[group] for v in (statistics.mean, statistics.var, statistics.meansquare)
             )
             known = 1.0 if sample.known is None else sample.known
-            plain, about = sample.x * known, math.sqrt(float(meansquare.max()))
-            # With the mean, without, and the uncentred value over the centred deviation.
-            d = np.stack([(sample.x - mean) * known, plain, plain])
-            variance = np.stack([var, var if statistics.running else meansquare, var])
-            exact, worst = refuted_for_every_eps(
-                (noise, noise.worst),
-                d,
-                sample.y,
-                sample.valid,
-                variance,
-                n,
-                np.array([about, 0.0, 0.0]),
-                float(np.max(np.abs(known))),
-            )
-            found = [(bool(own[0]), bool(own[1:].all())) for own in exact]
-            if all(map(all, found)) or sample.x.shape[1] < most[1]:
-                break
-        if (exact & ~worst).any():
-            self.leave_open(statistics.sharing, dimensions)
-        elif bare and worst.all():
-            # What the most that is believed does not explain, no later look does.
-            self.pair.cache["refuted", noise.worst, statistics.sharing.axes, dimensions] = True
-        return list(zip(*found, strict=True))
+            plain = sample.x * known
+            d.append([(sample.x - mean) * known, plain, plain])
+            variance.append([var, var if statistics.running else meansquare, var])
+            about.append([math.sqrt(float(meansquare.max())), 0.0, 0.0])
+            largest.append(float(np.max(np.abs(known))))
+        noise, shape = self.pair.noise.summed, places[0][2].x.shape
+        masked = self.pair.mask is not None
+
+        def three(values: Sequence[Any]) -> NDArray[Any]:
+            """The same for each of three hypotheses of a place."""
+            return np.repeat(np.asarray(values), 3, axis=0)
+
+        found = refuted_for_every_eps(
+            (noise, noise.worst),
+            np.asarray(d).reshape(-1, *shape),
+            three([sample.y for _, _, sample in places]),
+            three([sample.valid for _, _, sample in places]) if masked else None,
+            np.asarray(variance).reshape(-1, *shape),
+            three([summed(statistics) for statistics, _, _ in places]),
+            np.asarray(about).ravel(),
+            three(largest),
+        )
+        return [own.reshape(2, -1, 3).transpose(0, 2, 1) for own in found]
 
     def _at(self, values: Floats, flat: NDArray[np.int64]) -> Floats:
         return np.broadcast_to(values, self.pair.shape).reshape(-1)[flat]
@@ -386,7 +481,7 @@ class _Fitter:
         trials = [trial for lead in leads for trial in self.trials(lead)]
         trials.sort(key=lambda trial: trial.least)
         near = [t for t in trials if t.least <= max(NEAR**2 * trials[0].least, 1.0)]
-        fits = [trial.fit(self) for trial in near[: 2 * REFINED]]
+        fits = [trial.fit(self) for trial in near[: 2 * REFINED] if self.left > 0]
         return [fit for fit in fits if fit is not None]
 
     def trials(self, lead: _Lead) -> Iterator[_Trial]:
@@ -545,6 +640,12 @@ class _Trial:
                     interval = self.interval(own)
                     scaled = interval[0] * (eps / own), interval[1] * (eps / own)
                     return self.confirmed(fitter, eps, scaled, False, formula)
+        if not usual:
+            near = min(self.tried, key=lambda eps: self.tried[eps][0])
+            if near > 10 * LARGE * self.middle:
+                return None
+            if self.flat():
+                return self.refuted(near)
         best, fitted = (usual[0], False) if usual else (self.nearest(), True)
         if not self.passes(best) or (fitted and self.pair.unit != 1):
             return self.refuted(best)
@@ -553,8 +654,7 @@ class _Trial:
             return known
         high = self.edge(best, down=False)
         unbounded = high == math.inf and (not self.lead.center or fitted)
-        if unbounded or (fitted and best > 10 * self.middle):
-            # So large an eps makes the factor the same for all groups.
+        if unbounded or (fitted and best > LARGE * self.middle):
             return None
         interval = self.edge(best, down=True), high
         if fitted:
@@ -563,6 +663,12 @@ class _Trial:
         if known is not None:
             return replace(known, interval=interval)
         return self.confirmed(fitter, best, interval, fitted)
+
+    def flat(self) -> bool:
+        """Whether eps hardly matters, of all sizes, beside what is too much left over."""
+        totals = [total for total, _ in self.tried.values()]
+        least, most = min(totals), max(totals)
+        return least > 1 and most - least < least - 1
 
     def relatives(self) -> Iterator[tuple[Formula, float, float]]:
         """Formulas that differ by a constant factor: an eps in use, and what it is here."""
@@ -672,6 +778,7 @@ class _Trial:
         formula: Formula | None = None,
     ) -> Fit | None:
         """Weights fitted to all data, and every element held against them."""
+        fitter.left -= 1
         pair, lead, formula = self.pair, self.lead, formula or self.formula
         sharing, statistics = lead.sharing, lead.statistics
         shape = sharing.expanded

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...scheme import Scheme
 from ..result import Result
+from .afterwards import Afterwards
 from .mistakes import Mistake
 
 __all__ = ["Candidate", "Decision", "Identification"]
@@ -58,6 +59,8 @@ class Candidate:
     bias_from: str = "none"
     first: Scheme | None = None
     """The scheme that was applied before this one, where a norm was applied to a norm's output."""
+    afterwards: Afterwards | None = None
+    """What came after the norm: dropout or an activation, None where nothing did."""
     computed_in: str | None = None
     """The type that the output shows the computation was done in, None where it shows none."""
 
@@ -81,6 +84,7 @@ class Candidate:
             "weight": _parameter(self.weight, self.weight_from),
             "bias": _parameter(self.bias, self.bias_from),
             "first": str(self.first) if self.first else None,
+            "afterwards": self.afterwards and self.afterwards._asdict(),
             "computed_in": self.computed_in,
         }
 
@@ -150,8 +154,10 @@ class Identification(Result):
         best = self.best
         if best is None:
             return self.reason or "Nothing that was tried fits."
-        said = f"{best.name}: '{best.scheme}'"
-        return f"{said}. {best.mistake.sentence}" if best.mistake else f"{said}."
+        found = [f"{best.name}: '{best.scheme}'."]
+        found += [] if best.afterwards is None else [best.afterwards.sentence]
+        found += [] if best.mistake is None else [best.mistake.sentence]
+        return " ".join(found)
 
     @property
     def tells_nothing(self) -> bool:

@@ -177,9 +177,9 @@ def refuted_for_every_eps(
     y: Floats,
     valid: NDArray[np.bool_] | None,
     variance: Floats,
-    n: int,
+    n: NDArray[np.int64],
     about: Floats,
-    known: float,
+    known: Floats,
 ) -> NDArray[np.bool_]:
     r"""Whether no formula leaves as little as rounding, without a bias and with one.
 
@@ -193,12 +193,12 @@ def refuted_for_every_eps(
     Args:
         noises: what is believed of rounding.
         d: the values that are scaled, times the given weight: rows of elements of hypotheses.
-        y: the output, of shape (rows, elements).
-        valid: the elements that count, of its shape. None: all.
+        y: the output, of d's shape.
+        valid: the elements that count, of d's shape. None: all.
         variance: what divides, or the mean square, of d's shape.
-        n: how many elements share a mean.
+        n: how many elements share a mean, for each hypothesis.
         about: the size of the mean that is subtracted, for each hypothesis.
-        known: the largest given weight.
+        known: the largest given weight, for each hypothesis.
 
     Returns:
         For each of the noises, without a bias and with one, for each hypothesis.
@@ -218,7 +218,7 @@ def refuted_for_every_eps(
     enough = np.isfinite(width.min(2))
     take = np.take_along_axis(order, start[..., None] + np.arange(count), 2)
     d, variance = np.take_along_axis(d, take, 2), np.take_along_axis(variance, take, 2)
-    y = np.take_along_axis(np.broadcast_to(y, order.shape), take, 2)
+    y = np.take_along_axis(y, take, 2)
     variance = np.where(enough[..., None], variance, 1.0)
     ratio = np.sqrt(variance[..., :1] * variance[..., -1:]) / variance
     u, e = d * (0.5 * (1 + ratio)), np.abs(d * (0.5 * (1 - ratio)))
@@ -237,9 +237,9 @@ def refuted_for_every_eps(
         rest = y - (_dot(u, y) / uu)[..., None] * u
         left = np.sqrt(_dot(rest, rest)) - weight * moved
         shift = bias * (np.abs(middle_y) + weight * (np.abs(middle_u) + shifted))
-        slope = 2 * weight * float(ratio.max()) * known
+        slope = 2 * weight * (ratio.max((1, 2)) * known)[:, None]
         for place, noise in enumerate(noises):
-            allowed = noise.bound(n, size, slope, about[:, None], shift)
+            allowed = noise.bound(n[:, None], size, slope, about[:, None], shift)
             excess = left - SENSITIVITY * math.sqrt(count) * allowed
             found[place, bias] = (told & (excess > 0)).any(1)
     return found

@@ -33,16 +33,33 @@ from .fit import (
     running_statistics,
     usual_eps,
 )
-from .fitting import Place, with_fitted_weights
-from .hypotheses import CENTRED, UNCENTRED, Formula, Sharing, distinct_sharings, roundest
+from .fitting import Place, varies_within, with_fitted_weights
+from .hypotheses import (
+    CENTRED,
+    UNCENTRED,
+    Formula,
+    Sharing,
+    distinct_sharings,
+    is_known,
+    roundest,
+)
 from .maps import maps
 
-__all__ = ["known_fits", "nearest", "nearest_screened", "ruled_out", "search"]
+__all__ = ["known_fits", "nearest", "nearest_screened", "proportional", "ruled_out", "search"]
+
+WORSE_THAN_A_MAP = 2.0
+"""A norm with fitted weights is off by no more than so many times what a map leaves on average."""
+
+ALIKE = 4.0
+"""By so much smaller groups may come nearer by their number alone."""
+
+LOOKS = 1 << 12, SAMPLED
+"""A formula is held against so many elements before all."""
 
 KEPT = 24
 """So many sets of axes that pass the screening are looked at closely, of small arrays more."""
 
-KEPT_ELEMENTS = 1 << 20
+KEPT_ELEMENTS = 1 << 19
 
 KEPT_BESIDE_A_MAP = 4
 """So many where the input times the given weight plus the given bias is the output: any set of axes
@@ -53,12 +70,18 @@ NEAREST = 6
 
 
 def search(
-    pair: Pair, given: Given, *, fitting: bool = True, only: Collection[Place] | None = None
+    pair: Pair,
+    given: Given,
+    *,
+    fitting: bool = True,
+    only: Collection[Place] | None = None,
+    named: bool = False,
 ) -> list[Fit]:
     """Every hypothesis that fits, and those with fitted weights that came near.
 
     Without fitted weights first: a hypothesis that needs none is simpler than any that does.
-    Weights are fitted in these places alone, where they are told.
+    Weights are fitted in these places alone, where they are told, or where an axis is divided only
+    in groups that a norm with a name has.
     """
     every = distinct_sharings(pair.shape)
     found: list[Fit] = []
@@ -69,14 +92,42 @@ def search(
             break
     if not fitting or any(fit.fits for fit in found):
         return found
-    limit = min(
-        (m.free_parameters for m in maps(pair, given) if not m.trivial), default=pair.x.size
-    )
+    limit, plain = pair.x.size, next((m for m in maps(pair, given) if not m.trivial), None)
+    if plain is not None:
+        # A norm of fewer numbers gives the same map only where it varies along these axes alone.
+        limit = plain.free_parameters
+        every = tuple(s for s in every if varies_within(s, s.kept, plain.axes))
+    if named:
+        every = tuple(s for s in every if s.split is None or is_known(s))
     for affine_of, weight, bias in assignments(pair, given):
         if given.weight is not None and given.bias is not None:
             break
-        found += with_fitted_weights(pair, given, every, affine_of, weight, bias, limit, only)
+        axes = None if plain is None else plain.axes
+        found += with_fitted_weights(
+            pair, given, every, affine_of, weight, bias, limit, only=only, axes=axes
+        )
+    if plain is not None:
+        # What a map without statistics explains better is explained by it.
+        found = [
+            replace(fit, fits=False)
+            if fit.mean_residual > WORSE_THAN_A_MAP * plain.mean_residual + 0.01 * fit.tolerance
+            else fit
+            for fit in found
+        ]
     return found
+
+
+def proportional(pair: Pair) -> list[tuple[Sharing, bool]]:
+    """The sets of axes that give the output but for a factor of each group, the largest first.
+
+    Each with whether the mean is subtracted.
+    """
+    screened = screen(pair, distinct_sharings(pair.shape), None, None)
+    passed = [one for one in screened if one.misfit <= one.allowed]
+    least = min((one.misfit for one in passed), default=0.0)
+    near = [one for one in passed if one.misfit <= ALIKE * least]
+    near.sort(key=lambda one: (-one.sharing.group_size, one.misfit))
+    return [(one.sharing, one.center) for one in near]
 
 
 def known_fits(pair: Pair, given: Given, *, whole_only: bool = False) -> Iterator[Fit]:
@@ -120,7 +171,7 @@ def ruled_out(pair: Pair, given: Given, best: Fit) -> Iterator[Fit]:
                 continue
             fit = confirm(
                 pair, statistics, formula, affine, weight, bias, best.eps,
-                (best.eps, best.eps), best.eps_fitted, sampled=True,
+                (best.eps, best.eps), best.eps_fitted, most=SAMPLED,
             )  # fmt: skip
             if not fit.fits:
                 yield fit
@@ -146,7 +197,7 @@ def _with_known_weights(
         if pair.x.size > SAMPLED and pair.noise.compute >= UNITS["float32"]:
             # For a computation in double, sums are not exact enough to refute anything.
             (rough,) = rough_statistics(pair, [one.sharing])
-            if not _possible(pair, rough, one.center, weight, bias):
+            if not _possible(pair, rough, one.center, weight, bias, SAMPLED):
                 continue
         statistics = pair.statistics(one.sharing)
         (affine,) = affine_of(one.sharing)
@@ -191,9 +242,10 @@ def _possible(
     center: bool,
     weight: Floats | None,
     bias: Floats | None,
+    most: int,
 ) -> bool:
-    """Whether a sample leaves a formula open."""
-    few = measure(pair, statistics, center, weight, bias, sampled=True)
+    """Whether a sample of so many elements leaves a formula open."""
+    few = measure(pair, statistics, center, weight, bias, most=most)
     formulas = [f for f in _formulas(statistics, center) if not few.refutes(f)]
     if not formulas:
         return False
@@ -240,7 +292,8 @@ def _read_formulas(
     bias: Floats | None,
 ) -> Iterator[Fit]:
     """The formulas that give the factor of every group, with the eps that the factors show."""
-    if pair.x.size > SAMPLED and not _possible(pair, statistics, center, weight, bias):
+    looks = (most for most in LOOKS if pair.x.size >= 2 * most)
+    if not all(_possible(pair, statistics, center, weight, bias, most) for most in looks):
         return
     factors = measure(pair, statistics, center, weight, bias)
     formulas = [f for f in _formulas(statistics, center) if not factors.refutes(f)]
@@ -256,7 +309,8 @@ def _read_formulas(
         nearest = factors.nearest_eps(formula, interval)
         for eps, fitted in _eps_choices(interval, nearest, formula, pair):
             hypothesis = pair, statistics, formula, affine, weight, bias, eps, interval, fitted
-            if pair.x.size > SAMPLED and not confirm(*hypothesis, sampled=True).fits:
+            looks = (most for most in LOOKS if pair.x.size >= 2 * most)
+            if not all(confirm(*hypothesis, most=most).fits for most in looks):
                 continue
             fit = confirm(*hypothesis)
             if fit.fits:
@@ -313,7 +367,7 @@ def _nearest(
 ) -> Fit:
     """The plain formula with the eps that comes nearest, for what does not fit."""
     formula = (CENTRED if center else UNCENTRED)[0]
-    factors = measure(pair, statistics, center, weight, bias, sampled=True)
+    factors = measure(pair, statistics, center, weight, bias, most=SAMPLED)
     keep = factors.informative & (factors.factor > 0)
     eps = 1e-5
     if keep.any():
@@ -324,6 +378,6 @@ def _nearest(
         if 1e-12 < middle < 1.0:
             eps = roundest(middle * 0.999, middle * 1.001)
     fit = confirm(
-        pair, statistics, formula, affine, weight, bias, eps, (eps, eps), True, sampled=True
+        pair, statistics, formula, affine, weight, bias, eps, (eps, eps), True, most=SAMPLED
     )
     return replace(fit, fits=False)

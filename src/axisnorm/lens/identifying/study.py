@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from ... import reference
 from ...scheme import Scheme
 from ..naming import affine_axes, in_words
+from .afterwards import Afterwards, Later, activated, dropped, masked
 from .deciding import decisions
 from .digits import computed_in, rounding_order
 from .evidence import UNITS, Floats, Pair, double, printed_decimals
@@ -30,10 +31,12 @@ from .hypotheses import (
     sharings,
 )
 from .identification import Candidate, Decision, Identification, axes_in_words
-from .maps import Map, maps, with_given_parameters
+from .maps import Map, is_input, maps, with_given_parameters
 from .mistakes import mistake_of, twice
+from .pointwise import pointwise
+from .quantized import grid_of, on_grid, scaled
 from .refuting import Lines
-from .search import known_fits, nearest, nearest_screened, ruled_out, search
+from .search import known_fits, nearest, nearest_screened, proportional, ruled_out, search
 
 __all__ = ["Study", "map_in_words"]
 
@@ -59,9 +62,6 @@ ENOUGH_ELEMENTS = 64
 NEARLY = 32.0
 """A misfit above this is none that carelessness explains."""
 
-MASKED = 0.01
-"""A smaller share of outputs that are 0 is no mask: in half types some are by chance."""
-
 FIRST_NORMS = 6
 """So many norms that may have come first are looked at closely."""
 
@@ -79,6 +79,9 @@ class _Found:
     first: Scheme | None = None
     last_plain: bool = False
     """Whether what follows is far-fetched: a map without statistics is plainer."""
+    later: Later | None = None
+    """What the pair shows of the output, where something came after the norm."""
+    afterwards: Afterwards | None = None
 
 
 class Study:
@@ -90,8 +93,21 @@ class Study:
         self.dtypes = (dtypes[0], dtypes[1])
         self.nearest: list[Fit] = []
         self.maps: list[Map] = []
+        self.later: Later | None = None
+        """What shows these maps."""
+        self.pointwise = pointwise(pair)
         digits = printed_decimals(pair.y, self.dtypes[1])
-        self.rough = [] if digits is None else list(self.printed(digits))
+        self.grid = grid_of(pair.y, pair.y_dtype) if digits is None else None
+        self.rough: list[tuple[Pair, str]] = []
+        """The output, believed to be rounded once more, with a sentence that says so."""
+        if digits is not None:
+            self.rough = list(self.printed(digits))
+        elif self.grid is not None:
+            half = 0.5 * self.grid.step
+            said = f"{self.grid.said}: it is taken to be rounded to them, off by up to {half:g}."
+            self.rough = [(on_grid(pair, self.grid), said)]
+        self.believed = pair if self.grid is None else self.rough[0][0]
+        """The output with the rounding that is believed where more than a norm is sought."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,9 +125,9 @@ class Study:
             return self.identity(found, fits, own_maps[0])
         small = best.affine.fitted == 0 and not self.implausible(best)
         if least is not None and least <= best.free_parameters - small:
-            return self.map_only(own_maps, found.pair)
+            return self.map_only(own_maps, found.later)
         if self.says_nothing(best, BY_CHANCE):
-            return self.map_only(own_maps, found.pair)
+            return self.map_only(own_maps, found.later)
         return self.identified(found, fits)
 
     # ---- the search
@@ -119,25 +135,40 @@ class Study:
     def found(self) -> _Found | None:
         """The first explanation, the plainest first."""
         for attempt in self.attempts():
-            fits = [fit for fit in attempt.fits if fit.fits]
-            if fits:
-                found = replace(attempt, fits=fits)
-                if not all(self.varies_along_batch(fit) for fit in fits):
+            found = self.held(attempt)
+            if found is not None:
+                if not all(self.varies_along_batch(fit) for fit in found.fits):
                     return found
                 other = self.without_batch_weights()
                 if other is not None:
                     return other
-                if not all(self.any_factor(fit) for fit in fits):
+                if not all(self.any_factor(fit) for fit in found.fits):
                     return found
                 continue
             if not self.nearest:
                 near = [*attempt.fits, *nearest(attempt.pair, self.given)]
                 self.nearest = sorted(near, key=lambda fit: fit.misfit)
             if attempt.last_plain:
-                self.maps = self.plain_maps()
+                self.maps = self.plain_maps() if attempt.later is None else maps(
+                    attempt.pair, self.given
+                )  # fmt: skip
                 if any(not m.trivial for m in self.maps):
+                    self.later = attempt.later
                     break
         return None
+
+    def held(self, attempt: _Found) -> _Found | None:
+        """The fits of an attempt that explain every output; None where there are none."""
+        fits = [fit for fit in attempt.fits if fit.fits]
+        if attempt.later is None:
+            return replace(attempt, fits=fits) if fits else None
+        passed = [own for own in map(attempt.later.held, fits) if own is not None]
+        if not passed:
+            return None
+        # What came after is that of all: fits of one pair differ in constants.
+        _, came, note = passed[0]
+        kept = [fit for fit, own, _ in passed if own == came]
+        return replace(attempt, fits=kept, notes=(*attempt.notes, note), afterwards=came)
 
     def varies_along_batch(self, fit: Fit) -> bool:
         """Whether a fitted weight has values for each sample: seldom meant, often a mask."""
@@ -151,15 +182,15 @@ class Study:
 
     def without_batch_weights(self) -> _Found | None:
         """A mask or a second norm in place of weights for each sample."""
-        for attempt in itertools.chain(self.masked(fitting=False), self.composed()):
-            fits = [fit for fit in attempt.fits if fit.fits]
-            if fits:
-                return replace(attempt, fits=fits)
+        for attempt in itertools.chain(self.seen_through(self.laters(), False), self.composed()):
+            found = self.held(attempt)
+            if found is not None:
+                return found
         return None
 
     def plain_maps(self) -> list[Map]:
         """The maps without statistics that fit, where any do with the least of rounding."""
-        for pair in (self.pair, *self.rough):
+        for pair in (self.pair, *(pair for pair, _ in self.rough)):
             found = maps(pair, self.given)
             if any(not m.trivial for m in found):
                 return found
@@ -167,31 +198,62 @@ class Study:
 
     def attempts(self) -> Iterator[_Found]:
         pair, given = self.pair, self.given
+        # Weights that vary leave no output a function of its own input alone.
+        fitting = self.pointwise is None
         if not self.rough:
-            yield _Found(search(pair, given), pair)
+            yield _Found(search(pair, given, fitting=fitting), pair)
         else:
-            # What was printed with few decimals is that far off, unless it is a whole number of
-            # them by its own.
+            # What was printed with few decimals, or quantized, is that far off, unless it is a
+            # whole number of them by its own.
             exact = _Found(search(pair, given, fitting=False), pair)
             if any(fit.fits and not fit.free_parameters for fit in exact.fits):
                 yield exact
-            for rough in self.rough:
-                note = (
-                    f"The output has {rough.decimals} decimals: it is taken to be rounded to "
-                    f"them, off by up to {rough.noise.quantum:g}."
-                )
-                yield _Found(search(rough, given), rough, (note,))
-            yield _Found(search(pair, given), pair)
+            yield from self.whole_numbers()
+            for rough, note in self.rough:
+                yield _Found(search(rough, given, fitting=fitting), rough, (note,))
+            if self.grid is None:
+                yield _Found(search(pair, given, fitting=fitting), pair)
         if with_given_parameters(pair, given):
             yield _Found([], pair, last_plain=True)
         yield from self.with_fitted_parameters(pair)
         yield from self.sloppy(fitting=False)
         yield _Found([], pair, last_plain=True)
+        if self.pointwise is not None and self.pointwise.code:
+            return
+        laters = []
+        for later in self.laters():
+            laters.append(later)
+            yield from self.seen_through([later], False)
+            if later.dropout is not None and is_input(later.pair, None, None):
+                yield _Found([], later.pair, last_plain=True, later=later)
+        if self.pointwise is not None:
+            return
         yield from self.sloppy(fitting=True)
-        yield from self.masked()
+        for later in laters:
+            yield from self.seen_through([later], True)
+            yield _Found([], later.pair, last_plain=True, later=later)
         yield from self.composed()
 
-    def printed(self, digits: int) -> Iterator[Pair]:
+    def whole_numbers(self) -> Iterator[_Found]:
+        """A norm times a scale, rounded to whole numbers: the scale is fitted."""
+        bare = self.given.weight is None and self.given.bias is None
+        if self.grid is None or self.grid.step != 1 or not bare:
+            return
+        rough, _ = self.rough[0]
+        fits = search(rough, self.given, fitting=False)
+        if any(fit.fits for fit in fits):
+            return
+        for zero in dict.fromkeys((0.0, float(np.round(rough.y.mean())))):
+            shifted = rough if not zero else rough.with_output(rough.y - zero, rough.noise)
+            for pair, scale in scaled(shifted, proportional(shifted)):
+                point = f" and the zero point {zero:g}" if zero else ""
+                note = (
+                    f"{self.grid.said}: it is taken to be the norm with the scale 1 / "
+                    f"{scale:.5g}{point}, rounded, off by up to half a step of {1 / scale:.3g}."
+                )
+                yield _Found(search(pair, self.given, fitting=False), pair, (note,))
+
+    def printed(self, digits: int) -> Iterator[tuple[Pair, str]]:
         """Computed in the type of the arrays, then in float32, before it was printed."""
         noise, quantum = self.pair.noise, 0.5 * 10.0**-digits
         inputs = printed_decimals(self.pair.x, self.dtypes[0])
@@ -199,11 +261,15 @@ class Study:
         if inputs is not None and abs(inputs - digits) <= 1:
             input_quantum = 0.5 * 10.0**-inputs
         noise = replace(noise, quantum=quantum, input_quantum=input_quantum)
-        yield self.pair.with_noise(noise, digits)
+        said = (
+            f"The output has {digits} decimals: it is taken to be rounded to them, off by up to "
+            f"{quantum:g}."
+        )
+        yield self.pair.with_noise(noise), said
         single = UNITS["float32"]
         if noise.compute < single:
             noise = replace(noise, unit=single, compute=single)
-            yield self.pair.with_noise(noise, digits)
+            yield self.pair.with_noise(noise), said
 
     def with_fitted_parameters(self, pair: Pair) -> Iterator[_Found]:
         """Without the parameters that came: perhaps others were used."""
@@ -217,18 +283,24 @@ class Study:
         note = f"The given {names} did not make this output. What is said here fits without."
         yield _Found(search(pair, bare), pair, (note,))
 
-    def masked(self, *, fitting: bool = True) -> Iterator[_Found]:
-        """Some outputs may have been set to zero afterwards."""
-        zero = self.pair.y == 0
-        count = int(zero.sum())
-        if not MASKED <= count / zero.size <= 1 - MASKED:
-            return
-        what = "ReLU" if float(self.pair.y.min()) == 0 else "mask"
-        for inside in (False, True):
-            pair = self.pair.with_mask(~zero, statistics=inside)
-            where = "left out of the statistics too" if inside else "counted in the statistics"
-            note = f"{count:,} outputs are 0, as after a {what}; these elements are {where}."
-            yield _Found(search(pair, self.given, fitting=fitting), pair, (note,))
+    def laters(self) -> Iterator[Later]:
+        """What may have come after a norm, and what it leaves to be seen of its output."""
+        masks = masked(self.believed)
+        yield from masks
+        if masks:
+            bare = self.given.weight is None and self.given.bias is None
+            yield from dropped(self.believed, proportional(masks[0].pair) if bare else [])
+        if self.grid is None:
+            # Half a step below is more of an activation's input than of its output.
+            yield from activated(self.pair)
+
+    def seen_through(self, laters: Iterable[Later], fitting: bool) -> Iterator[_Found]:
+        """The norms that may have come before, with weights that are known or fitted ones too."""
+        for later in laters:
+            # A fitted weight takes up the factor of dropout: the mask alone says as much.
+            if not (fitting and later.dropout is not None):
+                fits = search(later.pair, self.given, fitting=fitting, named=True)
+                yield _Found(fits, later.pair, later=later)
 
     def composed(self) -> Iterator[_Found]:
         """A norm may have been applied to the output of another one, or of itself."""
@@ -294,6 +366,8 @@ class Study:
     def sloppy(self, *, fitting: bool) -> Iterator[_Found]:
         """Computed in a narrower type than the arrays have, or with sums that lose digits."""
         noise = self.pair.noise
+        if self.grid is not None:
+            return
         sentences = (
             "The output is further off than careful arithmetic of its type explains.",
             "The output is only as exact as a computation in float32.",
@@ -310,7 +384,8 @@ class Study:
             if fitting and far and not only:
                 continue
             pair = self.pair.with_noise(own)
-            yield _Found(search(pair, self.given, fitting=fitting, only=only), pair, (said,))
+            fits = search(pair, self.given, fitting=fitting, only=only, named=only is None)
+            yield _Found(fits, pair, (said,))
 
     # ---- what fits, in order
 
@@ -320,7 +395,7 @@ class Study:
             least = min(fit.least for fit in fits)
             # Where rounding the output is most of the error, it takes few values: these may lie
             # near one formula by chance.
-            coarse = found.pair.noise.unit > found.pair.noise.compute or found.pair.decimals
+            coarse = found.pair.noise.unit > found.pair.noise.compute or found.pair.noise.quantum
             floor = 0.35 if coarse else 0.05
             fits = [fit for fit in fits if fit.least <= max(CLEARLY_WORSE * least, floor)]
         plain = [fit for fit in fits if fit.formula.passes == 1]
@@ -480,6 +555,7 @@ class Study:
             weight_from=fit.affine.weight_from,
             bias_from=fit.affine.bias_from,
             first=first,
+            afterwards=found.afterwards,
             computed_in=computed_in(found.pair, fit, self.dtypes[1]),
         )
 
@@ -529,6 +605,13 @@ class Study:
                 "The weight was fitted, so what only scales the output cannot be seen: the "
                 "divisor n or n - 1, and whether the weight is stored as w or as 1 + w."
             )
+        mask = None if found.later is None else found.pair.mask
+        if mask is not None and best.afterwards is None and fit.affine.weight_from == "fitted":
+            share = 1 - float(mask.mean())
+            yield (
+                f"If dropout left these zeros, {share:.1%} of all, weight and bias contain its "
+                f"factor 1 / (1 - p), about {1 / (1 - share):.3g}."
+            )
         if best.scheme.weight_offset:
             yield "The given weight is stored around zero: 1 is added to it."
         if fit.weight_along is not None and not best.scheme.affine:
@@ -549,7 +632,7 @@ class Study:
     # ---- when there is no norm to name
 
     def identity(self, found: _Found, fits: Sequence[Fit], own: Map) -> Identification:
-        said = self.unchanged(own, found.pair)
+        said = self.unchanged(own, found.later)
         if self.says_nothing(fits[0], 0.0):
             return Identification(
                 tuple(self.near()), None, self.shape, self.dtypes, f"{said}.", found.notes
@@ -558,20 +641,19 @@ class Study:
         reason = f"{said}, or the input was normalized already and what fits below changes nothing."
         return replace(result, best=None, reason=reason, decisions=())
 
-    def unchanged(self, own: Map, pair: Pair) -> str:
+    def unchanged(self, own: Map, later: Later | None) -> str:
         """The sentence, without its end, of an output that is no normalization."""
         what = "the input"
         if own.given and self.given.weight is not None:
             what += " times the given weight"
         if own.given and self.given.bias is not None:
             what += " plus the given bias"
-        where = "The output is" if pair.mask is None else "Where it is not 0, the output is"
-        return f"{where} {what}: nothing was normalized"
+        return f"{_where(later)} is {what}: nothing was normalized"
 
-    def map_only(self, found_maps: Sequence[Map], pair: Pair) -> Identification:
+    def map_only(self, found_maps: Sequence[Map], later: Later | None) -> Identification:
         own = found_maps[0] if found_maps else Map((), True, 2, False)
         what = map_in_words(own.axes, len(self.shape))
-        reason = f"The output is {what}: statistics not identifiable from this batch."
+        reason = f"{_where(later)} is {what}: statistics not identifiable from this batch."
         notes = []
         if own.trivial:
             each = self.pair.x.size // math.prod(self.shape[i] for i in own.axes)
@@ -598,11 +680,14 @@ class Study:
     def nothing(self) -> Identification:
         own = self.maps
         if own and own[0].free_parameters == 0:
-            reason = f"{self.unchanged(own[0], self.pair)}."
+            reason = f"{self.unchanged(own[0], self.later)}."
             return Identification(tuple(self.near()), None, self.shape, self.dtypes, reason=reason)
         if own:
-            return self.map_only(own, self.pair)
+            return self.map_only(own, self.later)
         near = self.near()
+        if self.pointwise is not None:
+            reason = self.pointwise.sentence
+            return Identification(tuple(near), None, self.shape, self.dtypes, reason)
         reason = "Nothing that was tried fits."
         if near:
             reason += (
@@ -610,12 +695,19 @@ class Study:
                 f"rounding explains {near[0].tolerance:.2g}."
             )
         notes: tuple[str, ...] = ()
-        if sum(n > 1 for n in self.shape) == 1 or self.shape[0] == 1:
+        one = sum(n > 1 for n in self.shape) == 1 or self.shape[0] == 1
+        if one or self.shape[0] == 2:
+            shared = "a weight" if one else "a weight and a bias"
+            samples = "this one sample" if one else "these two samples"
             notes = (
-                "With a weight for each element of this one sample any output fits: give the "
-                "weight and bias that were used, or an input of several samples.",
+                f"With {shared} for each element of {samples} any output fits: give the weight "
+                "and bias that were used, or an input of more samples.",
             )
         return Identification(tuple(near), None, self.shape, self.dtypes, reason, notes)
+
+
+def _where(later: Later | None) -> str:
+    return "The output" if later is None else later.where
 
 
 def map_in_words(axes: Sequence[int], ndim: int) -> str:

@@ -407,6 +407,8 @@ def _best(best: Candidate) -> str:
     rows = [("scheme", code(best.scheme))]
     if best.first is not None:
         rows.append(("applied to the output of", code(best.first)))
+    if best.afterwards is not None:
+        rows.append(("after the norm", escape(best.afterwards.sentence)))
     if best.norms:
         rows.append(("published as", ", ".join(map(code, best.norms))))
     rows.append(("axes that share statistics", _axes(best.axes)))

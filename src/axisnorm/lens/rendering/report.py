@@ -423,6 +423,8 @@ def _found(best: Candidate) -> RenderableType:
         table.add_row(Text(name, style="dim"), said if isinstance(said, Text) else Text(said))
 
     row("found", Text.assemble((best.name, "bold green"), "   ", (str(best.scheme), "bold cyan")))
+    if best.afterwards is not None:
+        row("then", Text(best.afterwards.sentence, "bold"))
     if best.norms:
         row("as", ", ".join(best.norms))
     axes = "axis" if len(best.axes) == 1 else "axes"

@@ -1,0 +1,183 @@
+"""Activations that may follow a norm: what they compute, and where their input is seen again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .evidence import Floats, Noise, Pair
+
+__all__ = ["ELU", "FUNCTIONS", "LOST", "RELU", "Activation", "Seen", "leaky", "seen"]
+
+KNOTS = 1 << 14
+"""So many values of a function are tabulated to begin its inverse with."""
+
+STEPS = 3
+"""Newton's steps after that: each leaves about a millionth of the error."""
+
+ENOUGH = 64
+"""Of fewer outputs on the branch that is inverted nothing is said of an activation."""
+
+LINEAR = 0.75
+"""Outputs of sigmoid and tanh above this say little of their input."""
+
+LOST = 16.0
+"""So many roundings of its input an activation may lose: torch's erf in float32 loses 11."""
+
+FLAT = 0.35
+"""Outputs below zero that are smaller than this beside those above are what a leaky ReLU gives."""
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """A function of single numbers with a name."""
+
+    code: str
+    """As the function is called in torch.nn.functional."""
+    said: str
+    compute: Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The input of an activation, computed from the outputs that show it, as a pair."""
+
+    pair: Pair
+    """The output's place is taken by the activation's input; the mask tells where it is known."""
+    activations: tuple[Activation, ...]
+    """That have this input there, and differ elsewhere."""
+
+
+def _erf(values: Floats) -> Floats:
+    flat = np.fromiter(map(math.erf, values.ravel().tolist()), np.float64, values.size)
+    return flat.reshape(values.shape)
+
+
+def _gelu(z: Floats) -> Floats:
+    return 0.5 * z * (1.0 + _erf(z / math.sqrt(2.0)))
+
+
+def _gelu_tanh(z: Floats) -> Floats:
+    return 0.5 * z * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)))
+
+
+def _sigmoid(z: Floats) -> Floats:
+    return 0.5 * (1.0 + np.tanh(0.5 * z))
+
+
+def _silu(z: Floats) -> Floats:
+    return z * _sigmoid(z)
+
+
+def _quick_gelu(z: Floats) -> Floats:
+    return z * _sigmoid(1.702 * z)
+
+
+def _mish(z: Floats) -> Floats:
+    return z * np.tanh(np.logaddexp(0.0, z))
+
+
+def _relu(z: Floats) -> Floats:
+    return np.maximum(z, 0.0)
+
+
+def _elu(z: Floats) -> Floats:
+    return np.where(z > 0, z, np.expm1(np.minimum(z, 0.0)))
+
+
+def leaky(slope: float) -> Activation:
+    """A leaky ReLU."""
+    return Activation(
+        "leaky_relu",
+        f"leaky ReLU of slope {slope:g}",
+        lambda z: np.where(z > 0, z, slope * z),
+    )
+
+
+RELU = Activation("relu", "ReLU", _relu)
+ELU = Activation("elu", "ELU", _elu)
+SIGMOID = Activation("sigmoid", "sigmoid", _sigmoid)
+TANH = Activation("tanh", "tanh", np.tanh)
+
+GATED = (
+    Activation("gelu", "GELU", _gelu),
+    Activation("gelu_tanh", "GELU by tanh", _gelu_tanh),
+    Activation("silu", "SiLU", _silu),
+    Activation("quick_gelu", "quick GELU", _quick_gelu),
+    Activation("mish", "Mish", _mish),
+)
+"""The input times a gate that opens with it: a positive output has one input."""
+
+FUNCTIONS = (
+    RELU, SIGMOID, TANH, *GATED, ELU, *(leaky(slope) for slope in (0.01, 0.1, 0.2)),
+    Activation("exp", "exp", np.exp),
+    Activation("abs", "abs", np.abs),
+    Activation("square", "square", np.square),
+    Activation("softplus", "softplus", lambda z: np.logaddexp(0.0, z)),
+)  # fmt: skip
+"""What an output may be of its own input alone."""
+
+LOWEST = {
+    one.code: float(one.compute(np.linspace(-3.0, 0.0, 3001)).min()) for one in GATED
+}  # fmt: skip
+"""The smallest output of each."""
+
+
+def seen(pair: Pair) -> Iterator[Seen]:
+    """The activations that the outputs may have passed, with what they were made of."""
+    y = pair.y
+    above, below = y > 0, y < 0
+    if above.sum() < ENOUGH:
+        return
+    # The output of a norm was rounded before it went on, and functions lose some digits.
+    noise = replace(pair.noise, unit=3.0 * pair.noise.unit, twice_rounded=False)
+    lowest, highest = float(y.min()), float(y.max())
+    if lowest >= 0:
+        # Where no output comes near 1 a sigmoid is nearly exp, and tanh nearly a line.
+        if LINEAR < highest <= 1 and lowest > 0:
+            low = y <= LINEAR
+            z = np.log(np.where(low, y, 0.5)) - np.log1p(-np.where(low, y, 0.5))
+            own = replace(noise, quantum=4.0 * noise.unit)
+            yield Seen(_with_output(pair, z, low, own), (SIGMOID,))
+        return
+    if LINEAR < max(highest, -lowest) <= 1:
+        middle = np.abs(y) <= LINEAR
+        own = replace(noise, unit=2.0 * noise.unit)
+        z = np.arctanh(np.where(middle, y, 0.0))
+        yield Seen(_with_output(pair, z, middle, own), (TANH,))
+    enough = int(below.sum()) >= ENOUGH
+    for one in GATED:
+        least = LOWEST[one.code]
+        off = 4 * noise.unit * abs(least)
+        # Many outputs come near the lowest one: where none does it is another activation.
+        if least - off <= lowest and (not enough or lowest <= 0.995 * least + off):
+            z, known = _inverted(one, y, above)
+            yield Seen(_with_output(pair, z, known, noise), (one,))
+    small = float(np.abs(y[below]).mean()) < FLAT * float(y[above].mean())
+    if enough and (small or -1 <= lowest <= -0.5):
+        yield Seen(_with_output(pair, y, above, noise), (ELU,))
+
+
+def _with_output(pair: Pair, z: Floats, known: NDArray[np.bool_], noise: Noise) -> Pair:
+    return pair.with_mask(known, statistics=False).with_output(z, noise)
+
+
+def _inverted(
+    activation: Activation, y: Floats, above: NDArray[np.bool_]
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """The positive inputs of positive outputs, and where they were found."""
+    values = y[above]
+    knots = np.linspace(0.0, 1.0, KNOTS) ** 2 * (float(values.max()) + 1.0)
+    table = activation.compute(knots)
+    slopes = np.gradient(table, knots)
+    z = np.interp(values, table, knots)
+    for _ in range(STEPS):
+        z = np.maximum(z - (activation.compute(z) - values) / np.interp(z, knots, slopes), 0.0)
+    good = np.abs(activation.compute(z) - values) <= 1e-14 * values
+    inverse, known = np.zeros_like(y), above.copy()
+    inverse[above], known[above] = z, good
+    return inverse, known

@@ -1,0 +1,314 @@
+"""What came after a norm, what is no norm at all, and how long it takes to say so."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from axisnorm import Scheme, identify, reference
+from axisnorm.lens.explain import partition
+from axisnorm.lens.identifying.activations import FUNCTIONS, GATED
+from axisnorm.lens.identifying.evidence import pair_of
+from axisnorm.lens.identifying.pointwise import pointwise
+from axisnorm.lens.identifying.quantized import grid_of
+
+LAYER_NORM, FITTED = Scheme("... [d]"), Scheme("... [d]; affine=d")
+HALF = (torch.float16, torch.bfloat16)
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+
+
+def uniform(*shape, seed=1, dtype=torch.float32):
+    random = torch.Generator().manual_seed(seed)
+    return (torch.rand(*shape, generator=random, dtype=torch.float64) + 0.5).to(dtype)
+
+
+def dropout(y, p, seed=3):
+    kept = torch.rand(y.shape, generator=torch.Generator().manual_seed(seed)) >= p
+    return torch.where(kept, y / (1 - p), torch.zeros_like(y))
+
+
+def normalized(x, weight=None, bias=None):
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+def elements(scheme, shape):
+    sizes = scheme.layout(len(shape)).sizes(tuple(shape))
+    return partition(sizes, sizes.layout.kept)
+
+
+# --------------------------------------------------------------------------------------------
+# Dropout
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.123])
+def test_dropout_after_a_norm(p, dtype):
+    x = normal(64, 128, dtype=dtype)
+    found = identify(x, dropout(normalized(x), p))
+    best = found.best
+    assert best.scheme == LAYER_NORM and best.free_parameters == 0
+    assert best.afterwards.code == "dropout" and best.afterwards.parameter == p
+    assert (
+        f"dropout with p = {p:g}" in found.conclusion and f"{1 / (1 - p):.4g}" in found.conclusion
+    )
+    assert best.eps_interval[0] <= 1e-5 <= best.eps_interval[1]
+
+
+@pytest.mark.parametrize("text", ["... [d]; center=false; eps=1e-6", "n (g=4 [c]) [...]", "[n] d"])
+def test_dropout_after_other_norms(text):
+    x = normal(48, 64)
+    y = torch.from_numpy(reference.forward(x.numpy(), Scheme(text))[0])
+    best = identify(x, dropout(y, 0.2)).best
+    assert elements(best.scheme, x.shape) == elements(Scheme(text), x.shape)
+    assert best.scheme.center == Scheme(text).center
+    assert best.afterwards.code == "dropout" and best.afterwards.parameter == 0.2
+
+
+def test_dropout_beside_given_weights():
+    x, weight, bias = normal(40, 32), uniform(32), normal(32, seed=5)
+    y = dropout(normalized(x, weight, bias), 0.3)
+    best = identify(x, y, weight=weight, bias=bias).best
+    assert best.scheme == FITTED and best.weight_from == "given"
+    assert best.afterwards.code == "dropout" and best.afterwards.parameter == 0.3
+
+
+def test_the_factor_of_dropout_is_in_fitted_weights_and_said():
+    x, weight, bias = normal(64, 32), uniform(32), normal(32, seed=5)
+    found = identify(x, dropout(normalized(x, weight, bias), 0.25))
+    assert found.best.scheme == FITTED and found.best.afterwards is None
+    np.testing.assert_allclose(found.best.weight, weight / 0.75, rtol=1e-4)
+    assert any("If dropout left these zeros" in note and "1.3" in note for note in found.notes)
+
+
+def test_zeros_that_are_no_dropout():
+    x = normal(64, 128)
+    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) > 0.2
+    found = identify(x, normalized(x) * kept)
+    assert found.best.scheme == LAYER_NORM and found.best.afterwards is None
+    assert any("as after a mask" in note for note in found.notes)
+    # The factor does not belong to the share of zeros.
+    assert identify(x, normalized(x) * kept * 2).best is None
+    found = identify(x, normalized(x).relu())
+    assert found.best.afterwards.code == "relu"
+
+
+def test_dropout_of_what_is_no_norm():
+    x = normal(64, 128)
+    assert identify(x, dropout(normal(64, 128, seed=9), 0.2)).best is None
+    found = identify(x, dropout(x, 0.2))
+    said = "But for dropout with p = 0.2, the output is the input"
+    assert found.best is None and found.reason.startswith(said)
+    found = identify(x, dropout(x * uniform(128), 0.2))
+    assert found.best is None and found.reason.startswith("Where it is not 0, the output is")
+
+
+# --------------------------------------------------------------------------------------------
+# Activations
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "silu": F.silu,
+    "quick_gelu": lambda z: z * torch.sigmoid(1.702 * z),
+    "mish": F.mish,
+    "elu": F.elu,
+    "leaky_relu": lambda z: F.leaky_relu(z, 0.07),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("code", ACTIVATIONS)
+@pytest.mark.parametrize("weights", ["none", "given", "fitted"])
+def test_an_activation_after_a_norm(code, weights, dtype):
+    x, weight, bias = normal(64, 96, dtype=dtype), uniform(96, dtype=dtype), normal(96, seed=7)
+    parameters = {} if weights == "none" else {"weight": weight, "bias": 0.5 * bias.to(dtype)}
+    y = ACTIVATIONS[code](normalized(x, *parameters.values()))
+    found = identify(x, y, **(parameters if weights == "given" else {}))
+    best = found.best
+    assert best.scheme == (LAYER_NORM if weights == "none" else FITTED)
+    assert best.weight_from == weights
+    # In bfloat16 the two kinds of GELU are one.
+    assert best.afterwards.code.replace("_tanh", "") == code.replace("_tanh", "")
+    assert best.afterwards.code == code or dtype in HALF
+    assert "(norm(x))." in found.conclusion
+    if code == "leaky_relu":
+        assert best.afterwards.parameter == pytest.approx(0.07, rel=2e-3 if dtype in HALF else 0)
+
+
+def test_an_activation_in_double():
+    x = normal(32, 48, dtype=torch.float64)
+    for code in ("gelu", "silu", "sigmoid", "elu"):
+        best = identify(x, ACTIVATIONS[code](normalized(x))).best
+        assert best.scheme == LAYER_NORM and best.afterwards.code == code
+
+
+def test_an_activation_after_norms_of_an_image():
+    x, weight, bias = normal(8, 6, 8, 8), uniform(6), normal(6, seed=4)
+    y = F.gelu(F.group_norm(x, 3, weight, bias))
+    found = identify(x, y)
+    best = found.best
+    assert best.scheme == Scheme.group_norm(3) and best.afterwards.code == "gelu"
+    assert any("1 of 6 weights show in fewer than 3 outputs" in note for note in found.notes)
+    np.testing.assert_allclose(best.weight.ravel()[1:], weight[1:], rtol=1e-4)
+    for after, where in ((F.silu, "Before SiLU"), (F.relu, "Where it is not 0")):
+        found = identify(x, after(F.batch_norm(x, None, None, weight, bias, training=True)))
+        assert found.best is None and found.reason.startswith(where)
+        assert "a per-channel affine map: statistics not identifiable" in found.reason
+
+
+@pytest.mark.parametrize("one", GATED, ids=lambda one: one.code)
+def test_an_activation_of_what_is_no_norm(one):
+    x, z = normal(64, 96, dtype=torch.float64), normal(64, 96, seed=8, dtype=torch.float64)
+    assert identify(x, torch.from_numpy(one.compute(z.numpy()))).best is None
+
+
+def test_an_activation_that_is_a_little_off_is_not_named():
+    x = normal(64, 96)
+    z = normalized(x)
+    y = F.gelu(z)
+    y = torch.where(z < -0.5, 0.99 * y, y)
+    assert identify(x, y).best is None
+
+
+# --------------------------------------------------------------------------------------------
+# Functions of single elements
+
+
+@pytest.mark.parametrize("one", FUNCTIONS, ids=lambda one: one.said.replace(" ", "-"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_of_single_elements_is_named(one, dtype):
+    x = normal(64, 96, dtype=dtype)
+    y = torch.from_numpy(one.compute(x.double().numpy())).to(dtype)
+    found = identify(x, y)
+    assert found.best is None and "nothing was normalized" in found.reason
+    assert one.code in found.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_without_a_name(dtype):
+    x = normal(64, 96, dtype=dtype)
+    found = identify(x, torch.atan(3 * x))
+    assert found.best is None and "depends on its own input alone" in found.reason
+
+
+def test_what_is_no_function_of_single_elements():
+    x = normal(64, 96, dtype=torch.bfloat16)
+    for y in (normalized(x), normalized(x).relu(), F.gelu(normalized(x)), x * 2, x):
+        assert pointwise(pair_of(x, y)) is None
+    # Repeated samples have equal outputs for equal inputs, but only in their own columns.
+    x = normal(8, 96).repeat(8, 1)
+    assert pointwise(pair_of(x, normalized(x, uniform(96)))) is None
+    # Groups that do not mix: each has its own line.
+    x = normal(4, 256) + 100 * torch.arange(4.0)[:, None]
+    y = normalized(x) + 100 * torch.arange(4.0)[:, None]
+    assert pointwise(pair_of(x, y)) is None
+
+
+def test_a_function_of_a_norm_over_all_elements_is_seen_through():
+    x = normal(64, 96)
+    best = identify(x, F.layer_norm(x * 2, (64, 96)).relu()).best
+    assert best.axes == (0, 1) and best.afterwards.code == "relu"
+
+
+# --------------------------------------------------------------------------------------------
+# Quantized outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_outputs_on_a_grid(dtype):
+    x = normal(64, 128, dtype=dtype)
+    found = identify(x, (normalized(x.float()) * 16).round().to(dtype) / 16)
+    assert found.best.scheme.replace(eps=1e-5) == LAYER_NORM and found.best.free_parameters == 0
+    assert any("only multiples of 0.0625" in note for note in found.notes)
+    assert found.best.residual <= 1 / 32 + 1e-6 and found.best.tolerance >= 1 / 32
+
+
+@pytest.mark.parametrize("zero", [0, 128])
+@pytest.mark.parametrize("scale", [20.0, 60.0])
+def test_whole_numbers_of_eight_bits(scale, zero):
+    x = normal(64, 128)
+    y = ((normalized(x) * scale).round() + zero).clamp(-128 + zero, 127 + zero)
+    found = identify(x, y)
+    assert found.best.scheme.replace(eps=1e-5) == LAYER_NORM and found.best.axes == (1,)
+    (note,) = (note for note in found.notes if "whole numbers" in note)
+    said = float(note.split("1 / ")[1].split(",")[0].split(" ")[0])
+    assert said == pytest.approx(scale, rel=2e-3)
+    assert ("zero point 128" in note) == bool(zero)
+
+
+def test_whole_numbers_of_fitted_weights():
+    x, weight, bias = normal(64, 64), uniform(64), normal(64, seed=2)
+    found = identify(x, (normalized(x, weight, bias) * 20).round())
+    assert found.best.scheme.replace(eps=1e-5) == FITTED
+    np.testing.assert_allclose(found.best.weight, 20 * weight, atol=0.3)
+
+
+def test_what_is_no_grid():
+    x = normal(64, 128)
+    for y in (normalized(x), normalized(x).relu(), x.sign()):
+        assert grid_of(y.double().numpy(), "float32") is None
+    # Numbers of one size are evenly spaced in bfloat16.
+    for y in (normalized(x), x.log_softmax(-1), 3 + 0.1 * x):
+        assert grid_of(y.bfloat16().double().numpy(), "bfloat16") is None
+    found = identify(x, (normal(64, 128, seed=6) * 20).round())
+    assert found.best is None
+
+
+# --------------------------------------------------------------------------------------------
+# Results
+
+
+def test_what_came_after_is_in_every_form():
+    x = normal(32, 64)
+    found = identify(x, F.gelu(normalized(x)))
+    data = json.loads(found.to_json())
+    assert data["best"]["afterwards"]["code"] == "gelu"
+    assert data["best"]["afterwards"]["parameter"] is None
+    said = data["best"]["afterwards"]["sentence"]
+    assert said in data["conclusion"] and said in found.to_text(width=200, color=False)
+    assert said.split(":")[0] in found.to_html()
+    assert json.loads(identify(x, normalized(x)).to_json())["best"]["afterwards"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_samples_leave_a_weight_for_each_element_open(dtype):
+    x = normal(2, 16, 16, 16, dtype=dtype)
+    weight, bias = uniform(16, 16, 16, dtype=dtype), normal(16, 16, 16, seed=4, dtype=dtype)
+    found = identify(x, F.layer_norm(x, (16, 16, 16), weight, bias))
+    assert found.best is None
+    assert any("any output" in note and "ive " in note for note in found.notes)
+
+
+# --------------------------------------------------------------------------------------------
+# Time: a bound that a slow and busy machine keeps, three times what is promised
+
+
+def nothing_explains(x):
+    noise, weight, bias = normal(*x.shape, seed=11), uniform(x.shape[-1]), normal(x.shape[-1])
+    norm = normalized(x, weight, bias)
+    yield from (noise, x.sigmoid(), x.log_softmax(-1), (x * 8).round() / 8, noise.relu())
+    # A little off, but more than rounding in bfloat16 explains.
+    near = norm + 2e-2 * noise
+    yield from (dropout(noise, 0.1), near, F.gelu(near), x + 1e-3 * noise, near.relu(), x + norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_that_nothing_fits_is_said_soon(dtype):
+    x = normal(64, 256, dtype=dtype)
+    for y in nothing_explains(x.float()):
+        least = np.inf
+        for _ in range(3):
+            start = time.process_time()
+            found = identify(x, y.to(dtype))
+            least = min(least, time.process_time() - start)
+        assert found.best is None and least < 0.9, found.reason
