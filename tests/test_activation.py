@@ -501,7 +501,11 @@ def test_compiled(function: str, name: str) -> None:
 
 
 @Functions
-@pytest.mark.parametrize("wrong", ["tanh", "ReLU", "", F.relu, True, ("relu",)], ids=repr)
+@pytest.mark.parametrize(
+    "wrong",
+    ["tanh", "ReLU", "", F.relu, True, ("relu",)],
+    ids=["tanh", "ReLU", "empty", "function", "bool", "tuple"],
+)
 def test_wrong_activations_are_refused(function: str, wrong: Any) -> None:
     call, shape = FUNCTIONS[function]
     x = values(shape)
