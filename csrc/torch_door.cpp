@@ -84,17 +84,6 @@ bool read_common(PyObject *const *args, Job &job, Reading &x) {
   return true;
 }
 
-// None, or the name of an activation. False: something else.
-bool read_activation(PyObject *name, int32_t &activation) {
-  activation = NO_ACTIVATION;
-  if (name == Py_None) return true;
-  if (!PyUnicode_Check(name)) return false;
-  const char *const names[] = {"relu", "silu", "gelu"};
-  for (int i = 0; i < 3; i++)
-    if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) activation = RELU + i;
-  return activation != NO_ACTIVATION;
-}
-
 bool run_rows(void (*compute)(const Job &), const Job &job) {
   return run([&] { compute(job); }, job.rows * job.n);
 }
@@ -204,8 +193,9 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   Channels c = {};
   Strides strides;
   double momentum = 0;
-  if (running != (running_var != Py_None) || (running && running_mean == running_var) || (given ? !running : args[8] != Py_True) ||
-      !read_channel_norm(args, c, strides) || !read_activation(args[10], c.job.activation))
+  if (running != (running_var != Py_None) || (running && running_mean == running_var) ||
+      (given ? !running : args[8] != Py_True) || !read_channel_norm(args, c, strides) ||
+      !read_activation(args[10], c.job.activation))
     return unsure();
   if (!given && c.kind == BATCH && c.x.size == c.channels) return unsure();  // an error
   const void *mean = nullptr, *var = nullptr;

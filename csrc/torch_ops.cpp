@@ -1,7 +1,8 @@
 // The operators of this library for plain torch tensors: what compiled programs call. Each function
 // takes the operator's arguments and returns its results; what is unusual it hands to the Python
 // function of the same operator, which checks everything and raises where something is wrong. Those
-// called _into write their results into tensors that the caller has allocated.
+// called _into write their results into tensors that the caller has allocated. And the short way of
+// normalize, which knows a scheme by its text as the operators do.
 #include "torch_ops.h"
 
 #include <string.h>
@@ -219,6 +220,27 @@ PyObject *op_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Py_DECREF(y);
   Py_XDECREF(stats);
   return result;
+}
+
+// short_normalize(x, scheme, weight, bias, running_mean, running_var, activation) -> y, where no gradient
+// is wanted and nothing moves
+PyObject *short_normalize(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 7 || !api || !PyUnicode_Check(args[1]) || !unwatched()) return unsure();
+  const bool recording = is_recording();
+  for (int i : {0, 2, 3, 4, 5})
+    if ((i == 0 || args[i] != Py_None) && (!is_exact(args[i]) || !is_positive(args[i]) ||
+                                           (recording && wants_gradient(args[i]))))
+      return unsure();
+  Call call;
+  if (!read_activation(args[6], call.job.activation) ||
+      !call.read(args[0], args[2], args[3], Py_None, args[4], args[5], args[1]) ||
+      (call.constant(USES_RUNNING) == Py_True) != (args[4] != Py_None))
+    return PyErr_Occurred() ? nullptr : unsure();
+  call.problem.has_running = args[4] != Py_None;
+  PyObject *y = new_output(call, args[0]);
+  if (!y) return PyErr_Occurred() ? nullptr : unsure();
+  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) Py_CLEAR(y);
+  return y;
 }
 
 // A tensor like x that is written to, and the axes' strides of it. False: something else.
@@ -498,6 +520,7 @@ PyObject *connect_ops(PyObject *, PyObject *given) {
 
 PyMethodDef methods[] = {
     {"connect_ops", (PyCFunction)connect_ops, METH_O, nullptr},
+    {"short_normalize", (PyCFunction)(void *)short_normalize, METH_FASTCALL, nullptr},
     {"op_forward", (PyCFunction)(void *)op_forward, METH_FASTCALL, nullptr},
     {"op_train", (PyCFunction)(void *)op_train, METH_FASTCALL, nullptr},
     {"op_backward", (PyCFunction)(void *)op_backward, METH_FASTCALL, nullptr},

@@ -166,6 +166,16 @@ bool read(PyObject *object, Reading &r, Strides *strides) {
   return r.size > 0 && (strides ? r.t.ndim <= Strides::MOST : contiguous(r.t));
 }
 
+bool read_activation(PyObject *name, int32_t &activation) {
+  activation = NO_ACTIVATION;
+  if (name == Py_None) return true;
+  if (!PyUnicode_Check(name)) return false;
+  const char *const names[] = {"relu", "silu", "gelu"};
+  for (int i = 0; i < 3; i++)
+    if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) activation = RELU + i;
+  return activation != NO_ACTIVATION;
+}
+
 bool read_number(PyObject *object, double &value) {
   value = PyFloat_AsDouble(object);
   if (value == -1.0 && PyErr_Occurred()) {

@@ -87,6 +87,8 @@ inline bool same_kind(const Reading &a, const Reading &b) {
 }
 // A finite number.
 bool read_number(PyObject *object, double &value);
+// None, or the name of an activation. False: something else.
+bool read_activation(PyObject *name, int32_t &activation);
 
 // ---- computing
 

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axisnorm
-from axisnorm import _build, _route, _torch, _torch_residual
+from axisnorm import _build, _route, _torch, _torch_ops, _torch_residual
+from axisnorm.scheme import ArgumentError
 
 Door = Callable[..., torch.Tensor]
 T = torch.Tensor
@@ -50,8 +51,14 @@ DOORS: dict[str, Door] = {
     "batch_norm": batch_norm,
     "batch_norm in evaluation": evaluated,
 }
+# The short way of normalize is for what needs no gradient.
+WITHOUT_GRADIENT: dict[str, Door] = {
+    **DOORS,
+    "normalize": lambda x, w, b: axisnorm.normalize(x, "n (g=2 [c]) [l]; affine=g c", w, b),
+}
 FUNCTIONS = {getattr(axisnorm, name.split()[0]) for name in DOORS} | {axisnorm.normalize}
 Doors = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
+AllDoors = pytest.mark.parametrize("door", WITHOUT_GRADIENT.values(), ids=list(WITHOUT_GRADIENT))
 
 
 def given(dtype: torch.dtype = torch.float32) -> list[T]:
@@ -81,7 +88,7 @@ def check(right: Callable[[], bool], **blinded: Any) -> None:
     assert right()
 
 
-@Doors
+@AllDoors
 def test_forward_mode(door: Door) -> None:
     tensors = given(torch.float64)
     v = values(SHAPE, torch.float64, 5)
@@ -94,7 +101,7 @@ def test_forward_mode(door: Door) -> None:
     check(right, forward_ad={"_current_level": -1})
 
 
-@Doors
+@AllDoors
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_tracing(door: Door) -> None:
     x, w, b = given()
@@ -107,7 +114,7 @@ def test_tracing(door: Door) -> None:
     check(right, tracing=lambda: None)
 
 
-@Doors
+@AllDoors
 def test_function_modes(door: Door) -> None:
     class Record(TorchFunctionMode):
         def __torch_function__(
@@ -127,7 +134,7 @@ def test_function_modes(door: Door) -> None:
     check(right, function_mode=lambda: False)
 
 
-@Doors
+@AllDoors
 def test_dispatch_modes(door: Door) -> None:
     class Record(TorchDispatchMode):
         def __torch_dispatch__(
@@ -163,7 +170,7 @@ def test_transforms(door: Door) -> None:
     check(right, transforms=lambda: False)
 
 
-@Doors
+@AllDoors
 def test_subclasses(door: Door) -> None:
     class Tagged(torch.Tensor):
         """A tensor that is told of every function."""
@@ -188,14 +195,14 @@ def test_subclasses(door: Door) -> None:
 
 NEGATED = [
     (name, which)
-    for name in DOORS
+    for name in WITHOUT_GRADIENT
     for which in range(2 if "rms" in name else 3)
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "which"), NEGATED)
 def test_negative_views(name: str, which: int) -> None:
-    door, tensors = DOORS[name], given()
+    door, tensors = WITHOUT_GRADIENT[name], given()
     negated = [torch._neg_view(t) if i == which else t for i, t in enumerate(tensors)]
     wanted = door(*[-t if i == which else t for i, t in enumerate(tensors)])
     check(lambda: torch.equal(door(*negated), wanted), is_neg=lambda _: False)
@@ -295,6 +302,16 @@ SHORT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = 
         (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, False, 0.1, None),
         (0, 1, 2, 6, 7),
     ),
+    "normalize": (
+        _torch_ops.short_normalize,
+        (0, "n (g=2 [c]) [l]; affine=g c", 1, 2, None, None, None),
+        (0, 2, 3),
+    ),
+    "normalize by running statistics": (
+        _torch_ops.short_normalize,
+        (0, "[n] c [l]; affine=c; statistics=running", 1, 2, 3, 4, None),
+        (0, 2, 3, 4, 5),
+    ),
     "add_layer_norm": (
         _torch_residual.short_add_layer_norm,
         (0, 0, (4,), 1, 2, 1e-5, 0.0, False, False),
@@ -317,6 +334,28 @@ def test_not_plain_memory(name: str, spoil: Callable[[T], Any]) -> None:
         spoiled[place] = spoil(tensors[arguments[place]])
         assert function(*spoiled) is None
     assert all(map(torch.equal, tensors, before))
+
+
+def test_gradients_go_the_long_way() -> None:
+    text = "[n] c [l]; affine=c; statistics=running"
+    tensors = [*given(), torch.zeros(4), torch.ones(4)]
+    for i in range(5):
+        x, w, b, mean, var = (t.clone().requires_grad_(i == j) for j, t in enumerate(tensors))
+        assert _torch_ops.short_normalize(x, text, w, b, mean, var, None) is None
+        with torch.no_grad():
+            assert _torch_ops.short_normalize(x, text, w, b, mean, var, None) is not None
+
+
+def test_the_short_way_of_normalize_refuses_as_the_long_way() -> None:
+    x, w, b = given()
+    with pytest.raises(ArgumentError, match="a multiple of 3"):
+        axisnorm.normalize(x, "n (g=3 [c]) [l]", w, b)
+    with pytest.raises(ArgumentError, match="running_mean"):
+        axisnorm.normalize(x, "[n] c [l]; affine=c; statistics=running", w, b)
+    with pytest.raises(ArgumentError, match="weight"):
+        axisnorm.normalize(x, "n [c] l; affine=c", torch.ones(3), b)
+    with pytest.raises(ArgumentError, match="activation"):
+        axisnorm.normalize(x, "n [c] l; affine=c", w, b, activation="tanh")
 
 
 # --- The long way has a guard of its own, in Python.

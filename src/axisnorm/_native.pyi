@@ -140,6 +140,16 @@ def short_channel_norm(
     activation: Any,
     /,
 ) -> Any: ...
+def short_normalize(
+    x: Any,
+    scheme: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    activation: Any,
+    /,
+) -> Any: ...
 def node_forward(ctx: Any, x: Any, weight: Any, bias: Any, found: Any, /) -> Any: ...
 def node_backward(ctx: Any, grad: Any, /) -> tuple[Any, ...]: ...
 def quicken(node: type, /) -> None: ...

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import (
     _route,
     _torch,
-    _torch_ops,  # noqa: F401  # it defines the operators
+    _torch_ops,
 )
 from ._torch import activate
 from .reference import ACTIVATIONS
@@ -230,3 +230,4 @@ def substitute(short: Callable[..., Any], seen: Callable[..., Any]) -> None:
 substitute(_torch.short_layer_norm, layer_norm)
 substitute(_torch.short_rms_norm, rms_norm)
 substitute(_torch.short_channel_norm, channel_norm)
+substitute(_torch_ops.short_normalize, _torch._nothing)

@@ -19,7 +19,7 @@ from . import _route, _torch
 from .reference import Inputs
 from .scheme import as_scheme
 
-__all__ = ["TAGS", "Rules", "into", "register", "tell_inductor"]
+__all__ = ["TAGS", "Rules", "into", "register", "short_normalize", "tell_inductor"]
 
 # Any strides will do: a compiler need not copy to those that a tensor has in eager mode.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -382,6 +382,8 @@ _op_norm_into = into(_op_forward, 2)
 _op_norm_backward_into = into(_op_backward, 3)
 _op_train_into = into(_op_train_forward, 4)
 _op_channel_scale: Callable[..., Any] = _op_scale_into
+short_normalize: Callable[..., Any] = _torch._nothing
+"""Any scheme of plain tensors that nothing watches, without gradients: csrc/torch_ops.cpp."""
 if _torch._is_connected:
     _torch._native.connect_ops(
         {
@@ -398,6 +400,7 @@ if _torch._is_connected:
             "scale_into": _op_scale_into,
         }
     )
+    short_normalize = _torch._native.short_normalize
     _op_norm, _op_train = _torch._native.op_forward, _torch._native.op_train
     _op_norm_backward = _torch._native.op_backward
     _op_norm_into = _torch._native.op_forward_into

@@ -50,6 +50,7 @@ def _no_short_way(*_: Any) -> None:
 _short_layer_norm: Callable[..., Any] = _no_short_way
 _short_rms_norm: Callable[..., Any] = _no_short_way
 _short_channel_norm: Callable[..., Any] = _no_short_way
+_short_normalize: Callable[..., Any] = _no_short_way
 _short_add_layer_norm: Callable[..., Any] = _no_short_way
 _short_add_rms_norm: Callable[..., Any] = _no_short_way
 
@@ -100,6 +101,11 @@ def normalize(
     >>> normalize(x, "[n] d").round(4).tolist()
     [[-1.0, -1.0, 1.0, -1.0], [1.0, 1.0, -1.0, 1.0]]
     """
+    if mask is None and out is None:
+        text = scheme.text if isinstance(scheme, Scheme) else scheme
+        y = _short_normalize(x, text, weight, bias, running_mean, running_var, activation)
+        if y is not None:
+            return y
     inputs = (x, weight, bias, mask, running_mean, running_var)
     engine = _engine(*inputs)
     if engine is None:
@@ -716,13 +722,14 @@ _torch_sum: Any = None
 def _load_torch() -> Any:
     """Load the torch engine, once torch itself is loaded."""
     global _torch_engine, _short_layer_norm, _short_rms_norm, _short_channel_norm
-    global _torch_sum, _short_add_layer_norm, _short_add_rms_norm
+    global _torch_sum, _short_add_layer_norm, _short_add_rms_norm, _short_normalize
     if _torch_engine is None and sys.modules.get("torch") is not None:
-        from . import _torch, _torch_residual
+        from . import _torch, _torch_ops, _torch_residual
 
         _short_layer_norm = _torch.short_layer_norm
         _short_rms_norm = _torch.short_rms_norm
         _short_channel_norm = _torch.short_channel_norm
+        _short_normalize = _torch_ops.short_normalize
         _short_add_layer_norm = _torch_residual.short_add_layer_norm
         _short_add_rms_norm = _torch_residual.short_add_rms_norm
         _torch_sum = _torch_residual
