@@ -20,6 +20,10 @@ INLINE vf magnitude(vf z) {
   const vf a = (vf)((vi)z & 0x7fffffff);
   return a > 100.0f ? broadcast(100.0f) : a;
 }
+INLINE vd magnitude(vd z) {
+  const vd a = (vd)((vl)z & 0x7fffffffffffffff);
+  return a > 1000 ? broadcast(1000.0) : a;
+}
 inline double magnitude(double z) {
   const double a = __builtin_fabs(z);
   return a > 1000 ? 1000 : a;
@@ -54,6 +58,31 @@ INLINE vf exponential(vf x) {
   return p * (vf)(((vi)shifted << 23) + (127 << 23));
 }
 
+// As above, by the series: a relative error of 2^-52.
+INLINE vd exponential(vd x) {
+  x = x < -709.4 ? broadcast(-709.4) : x;  // k = -1023
+  constexpr double to_integer = 0x1.8p52;
+  const vd shifted = fma(x, broadcast(1.44269504088896340736), broadcast(to_integer));
+  const vd k = to_integer - shifted;
+  const vd r = fma(k, broadcast(1.90821492927058770002e-10),
+                   fma(k, broadcast(6.93147180369123816490e-01), x));
+  vd p = broadcast(1.0 / 6227020800);
+  p = fma(p, r, broadcast(1.0 / 479001600));
+  p = fma(p, r, broadcast(1.0 / 39916800));
+  p = fma(p, r, broadcast(1.0 / 3628800));
+  p = fma(p, r, broadcast(1.0 / 362880));
+  p = fma(p, r, broadcast(1.0 / 40320));
+  p = fma(p, r, broadcast(1.0 / 5040));
+  p = fma(p, r, broadcast(1.0 / 720));
+  p = fma(p, r, broadcast(1.0 / 120));
+  p = fma(p, r, broadcast(1.0 / 24));
+  p = fma(p, r, broadcast(1.0 / 6));
+  p = fma(p, r, broadcast(1.0 / 2));
+  p = fma(p, r, broadcast(1.0));
+  p = fma(p, r, broadcast(1.0));
+  return p * (vd)(((vl)shifted << 52) + ((int64_t)1023 << 52));
+}
+
 INLINE Distribution<vf> logistic(vf a) {
   const vf e = exponential(-a), above = reciprocal(1.0f + e), below = e * above;
   return {below, below * above};
@@ -76,7 +105,16 @@ INLINE Distribution<vf> normal(vf a) {
   return {e * (p * t), 0.398942280f * e};
 }
 
-// In double by libm: what is slow there are the transcendental functions, not the calls.
+INLINE Distribution<vd> logistic(vd a) {
+  const vd e = exponential(-a), above = 1.0 / (1.0 + e), below = e * above;
+  return {below, below * above};
+}
+INLINE Distribution<vd> normal(vd a) {
+  vd below;
+  for (int j = 0; j < lanes<double>; j++)
+    below[j] = 0.5 * __builtin_erfc(a[j] * 0.70710678118654752440);
+  return {below, 0.39894228040143267794 * exponential(-0.5 * a * a)};
+}
 inline Distribution<double> logistic(double a) {
   const double e = __builtin_exp(-a), above = 1 / (1 + e), below = e * above;
   return {below, below * above};
@@ -99,14 +137,6 @@ template <int Kind, class V> INLINE V derived(V z, V grad) {
   const Distribution<V> d = Kind == SILU ? logistic(a) : normal(a);
   const V h = d.below - a * d.density;
   return grad * (z < 0 ? h : 1 - h);
-}
-template <int Kind> INLINE vd activated(vd z) {
-  for (int j = 0; j < lanes<double>; j++) z[j] = activated<Kind>((double)z[j]);
-  return z;
-}
-template <int Kind> INLINE vd derived(vd z, vd grad) {
-  for (int j = 0; j < lanes<double>; j++) z[j] = derived<Kind>((double)z[j], (double)grad[j]);
-  return z;
 }
 
 // One value z of the norm as it leaves the kernel; grad: that of y, read where job.grad is given.
