@@ -16,15 +16,15 @@ namespace {
 template <class V> struct Distribution { V below, density; };  // F(-a) and f(a)
 
 // |z|, up to where F(-a) is 0 in any case. A NaN stays.
-INLINE vf magnitude(vf z) {
+INLINE vf bounded(vf z) {
   const vf a = (vf)((vi)z & 0x7fffffff);
   return a > 100.0f ? broadcast(100.0f) : a;
 }
-INLINE vd magnitude(vd z) {
+INLINE vd bounded(vd z) {
   const vd a = (vd)((vl)z & 0x7fffffffffffffff);
   return a > 1000 ? broadcast(1000.0) : a;
 }
-inline double magnitude(double z) {
+inline double bounded(double z) {
   const double a = __builtin_fabs(z);
   return a > 1000 ? 1000 : a;
 }
@@ -127,13 +127,13 @@ inline Distribution<double> normal(double a) {
 template <int Kind, class V> INLINE V activated(V z) {
   const V positive = z < 0 ? V{} : z;  // a NaN stays
   if (Kind == RELU) return positive;
-  const V a = magnitude(z);
+  const V a = bounded(z);
   return positive - a * (Kind == SILU ? logistic(a) : normal(a)).below;
 }
 // grad * act'(z)
 template <int Kind, class V> INLINE V derived(V z, V grad) {
   if (Kind == RELU) return z <= 0 ? V{} : grad;
-  const V a = magnitude(z);
+  const V a = bounded(z);
   const Distribution<V> d = Kind == SILU ? logistic(a) : normal(a);
   const V h = d.below - a * d.density;
   return grad * (z < 0 ? h : 1 - h);
