@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +15,11 @@ import pytest
 import torch
 
 from axisnorm import _build
+
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # Inductor's cache knows nothing of this package, and would run what an earlier state compiled.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="axisnorm-inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 # The same examples in every run: a failure is one that a change has made.
 hypothesis.settings.register_profile("repeatable", derandomize=True)

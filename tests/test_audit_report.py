@@ -240,7 +240,7 @@ def test_a_swap_on_the_command_line(capsys, models, tmp_path):
     status, out, err = run(capsys, f"{models}:plain", "--swap", "--strict", "--html", str(page))
     assert (status, err) == (0, "") and "1 replaced, 0 left" in out
     assert re.search(
-        r"One forward takes [\d.]+ ms, before it took [\d.]+ ms: [\d.]+ times as fast\.", out
+        r"One forward takes [\d.]+ .s, before it took [\d.]+ .s: [\d.]+ times as fast\.", out
     )
     assert "before it took" in page.read_text()
     status, out, _ = run(capsys, f"{models}:trap", "--swap", "--strict", "--json")
