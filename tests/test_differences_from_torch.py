@@ -221,9 +221,11 @@ def test_mixed_types() -> None:
 def test_rms_norm_warning() -> None:
     x, w = values((2, 4), torch.bfloat16), values((4,), seed=1)
     torch.set_warn_always(True)  # torch's warns once in a process, perhaps in an earlier test
-    with pytest.warns(UserWarning, match="Mismatch dtype"):
-        wanted = F.rms_norm(x, (4,), w)
-    torch.set_warn_always(False)
+    try:
+        with pytest.warns(UserWarning, match="Mismatch dtype"):
+            wanted = F.rms_norm(x, (4,), w)
+    finally:
+        torch.set_warn_always(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = axisnorm.rms_norm(x, 4, w)
