@@ -85,7 +85,7 @@ class Later:
                     f"{zeros:,} outputs are 0, as after a ReLU; these elements are counted in the "
                     "statistics."
                     if activation is RELU
-                    else f"Every output is what the norm gives as after a {activation.said}."
+                    else f"Each output is the {activation.said} of what the norm gives."
                 )
                 parameter = slope if activation.code == "leaky_relu" else None
                 sentence = f"After the norm came {activation.said}: y = {activation.code}(norm(x))."
