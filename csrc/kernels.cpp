@@ -985,10 +985,14 @@ template <class P> void narrow(const double *v, int64_t n, P *out) {
     else if (j < n) store(out + j, load(part + j), n - j);
 }
 
-template <class V> bool all_finite(const V *v, int64_t n) {
-  bool fine = true;
-  for (int64_t j = 0; j < n; j++) fine &= v[j] - v[j] == 0;
-  return fine;
+template <class C> bool all_finite(const C *v, int64_t n) {
+  constexpr int W = lanes<C>;
+  typename Compute<C>::vector difference = {};  // of each element and itself: 0, or not a number
+  const auto see = [&](typename Compute<C>::vector x) { difference += x - x; };
+  int64_t j = 0;
+  for (; j + W <= n; j += W) see(load(v + j));
+  if (j < n) see(load(v + j, n - j));
+  return sum(difference) == 0;
 }
 
 // As for the nests: those of n columns of rows that are not finite are taken again.

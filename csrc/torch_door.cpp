@@ -472,7 +472,8 @@ PyObject *short_backward(const Kept &node, PyObject *const *grads) {
   PyObject *common[ACTIVATION + 1], *const stats = node.inputs(common, ACTIVATION + 1);
   Job job = {};
   Reading x, grad;
-  if (!read_common(common, job, x) || !read_activation(common[ACTIVATION], job.activation) || !read(grads[0], grad) || grad.dtype != x.dtype ||
+  if (!read_common(common, job, x) || !read_activation(common[ACTIVATION], job.activation) ||
+      !read(grads[0], grad) || grad.dtype != x.dtype ||
       !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
     return unsure();
