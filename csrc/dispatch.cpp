@@ -227,8 +227,8 @@ class Scratch {
     }
     ~Block() { free(data); }
   };
-  static std::array<Block, 4> &kept() {  // as many as one call needs at once
-    static thread_local std::array<Block, 4> blocks;
+  static std::array<Block, 5> &kept() {  // as many as one call needs at once
+    static thread_local std::array<Block, 5> blocks;
     return blocks;
   }
 
@@ -396,6 +396,20 @@ template <class Body> void share(int64_t part, int64_t parts, int64_t items, con
   const int64_t end = items * (part + 1) / parts;
   for (int64_t i = items * part / parts; i < end; i++) body(i);
 }
+// The running statistics as the nests read them.
+class GivenStatistics {
+ public:
+  GivenStatistics(const Table &table, Task &task)
+      : scratch_(task.running_mean ? table.given_bytes(&task) : 0) {
+    if (!task.running_mean) return;
+    task.given = scratch_.data();
+    table.give(&task, scratch_.data());
+  }
+
+ private:
+  Scratch scratch_;
+};
+
 // Backwards: what this thread has read last is still in its cache.
 template <class Body>
 void share_back(int64_t part, int64_t parts, int64_t items, const Body &body) {
@@ -497,6 +511,7 @@ void forward(const Plan &plan, Job job, Task task) {
   task.chunk = 1;
   job.streamed = !task.mask && streams(job.dtype, plan.nest.groups * plan.nest.group_size);
   const Parameters parameters(table, plan, job, task);
+  const GivenStatistics given(table, task);
   run(
       plan, task, table.slot(&plan.nest),
       [&](int64_t u, int64_t end, void *slot) { table.forward_units(&task, u, end, slot); },
@@ -515,6 +530,7 @@ void backward(const Plan &plan, Job job, Task task) {
   task.nest = &nest;
   job.streamed = !task.mask && streams(job.dtype, nest.groups * nest.group_size);
   const Parameters parameters(table, plan, job, task);
+  const GivenStatistics given(table, task);
   const bool params = job.dweight || job.dbias;
   const int64_t sum_bytes = lay_out_sums(nest, task);
   Scratch sums(params ? sum_bytes : 0);

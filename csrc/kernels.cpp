@@ -692,6 +692,7 @@ void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t 
 
 template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end, void *slots) {
   const Of of{task};
+  if (task.nest->in_order) return of.forward_in_order(unit, end);
   const int64_t parts = task.nest->measured.parts;
   const bool known = knows_statistics(task), fetches = !known && of.fetches();
   const auto measure = [&](const Place &at, auto &u) {
@@ -847,62 +848,89 @@ double sum_again(const Task &task, int64_t a, bool by_xhat) {
   }
 }
 
-// One element of dweight and of dbias from the sums of all units.
-void merge_one(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
-  const Nest &nest = *task.nest;
-  double total[2] = {};
-  if (!nest.mixed && !nest.lanes == !nest.per_element) {  // flat lines, or weights by lane
-    // The loops that are left when those of the weight stand at index a.
-    Lines rest = {};
-    rest.count = 1;
-    Place at = {};
-    int64_t lane = 0, index = a;
-    if (nest.lanes) {
-      lane = index % nest.width;
-      index -= lane;
-    }
+// The loops that are left when those of the weight stand at an index, and where they begin then.
+struct Rest {
+  Lines loops = {};
+  Place at = {};
+  Rest(const Nest &nest, int64_t index) {
+    loops.count = 1;
     const auto see = [&](const Loop &loop) {
       if (loop.step[AFFINE]) {
         advance(at, loop, index / loop.step[AFFINE] % loop.size);
       } else {
-        rest.loop[rest.loops++] = loop;
-        rest.count *= loop.size;
+        loops.loop[loops.loops++] = loop;
+        loops.count *= loop.size;
       }
     };
     for (int l = 0; l < nest.kept_loops; l++) see(nest.kept[l]);
     for (int l = 0; !nest.lanes && l < nest.applied.loops; l++) see(nest.applied.loop[l]);
-    const double *sums = (const double *)task.sums;
-    const int64_t pitch = lane_pitch(nest);
-    each_line(rest, at, 0, rest.count, [&](const Place &p, int64_t) {
-      if (nest.lanes) {
-        const double *unit = sums + (p.at[PIECE] * nest.tiles + lane / nest.tile) * 2 * pitch;
-        total[0] += unit[lane % nest.tile];
-        total[1] += unit[pitch + lane % nest.tile];
-      } else {
-        for (int64_t i = 0; i < nest.applied.split; i++) {
-          total[0] += sums[2 * (p.at[PIECE] + i)];
-          total[1] += sums[2 * (p.at[PIECE] + i) + 1];
-        }
-      }
-    });
-  } else {
-    const int64_t width = nest.lanes && !nest.mixed ? 16 : 1;
-    for (int64_t c = 0; c * task.chunk < nest.units; c++)
-      for (int i = 0; i < 2; i++) {
-        const double *sums = (const double *)task.sums + (2 * c + i) * task.pitch + a * width;
-        vd wide = {};
-        for (int64_t j = 0; width > 1 && j < width; j += lanes<double>) wide += load(sums + j);
-        total[i] += width > 1 ? sum(wide) : *sums;
-      }
   }
-  for (int i = 0; i < 2; i++)
-    if (__builtin_expect(!finite(total[i]), 0) && (i ? task.job->dbias : task.job->dweight))
-      total[i] = sum_again(task, a, i == 0);
+};
+
+// dweight and dbias from the sums of all units, each of the next three for another kind of them.
+// Lanes with weights of their own: n that follow each other in one tile.
+void merge_lanes(const Task &task, int64_t a, int64_t n, double *by_xhat, double *by_grad) {
+  const Nest &nest = *task.nest;
+  const int64_t lane = a % nest.width, tile = lane / nest.tile, first = lane % nest.tile;
+  const int64_t pitch = lane_pitch(nest);
+  const Rest rest(nest, a - lane);
+  memset(by_xhat, 0, (size_t)n * sizeof *by_xhat);
+  memset(by_grad, 0, (size_t)n * sizeof *by_grad);
+  each_line(rest.loops, rest.at, 0, rest.loops.count, [&](const Place &p, int64_t) {
+    const double *sums = (const double *)task.sums + (p.at[PIECE] * nest.tiles + tile) * 2 * pitch;
+    for (int64_t j = 0; j < n; j++) by_xhat[j] += sums[first + j];
+    for (int64_t j = 0; j < n; j++) by_grad[j] += sums[pitch + first + j];
+  });
+}
+// Lines with one weight each.
+void merge_lines(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
+  const Nest &nest = *task.nest;
+  const Rest rest(nest, a);
+  double total[2] = {};
+  each_line(rest.loops, rest.at, 0, rest.loops.count, [&](const Place &p, int64_t) {
+    const double *sums = (const double *)task.sums + 2 * p.at[PIECE];
+    for (int64_t i = 0; i < nest.applied.split; i++) {
+      total[0] += sums[2 * i];
+      total[1] += sums[2 * i + 1];
+    }
+  });
   *by_xhat = total[0];
   *by_grad = total[1];
 }
-void merge_affine(const Task *task, double *dweight, double *dbias, int64_t a, int64_t end) {
-  for (; a < end; a++) merge_one(*task, a, dweight + a, dbias + a);
+// All others: chunks of units have added to arrays of their own.
+void merge_chunks(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
+  const Nest &nest = *task.nest;
+  const int64_t width = nest.lanes && !nest.mixed ? 16 : 1;
+  double total[2] = {};
+  for (int64_t c = 0; c * task.chunk < nest.units; c++)
+    for (int i = 0; i < 2; i++) {
+      const double *sums = (const double *)task.sums + (2 * c + i) * task.pitch + a * width;
+      vd wide = {};
+      for (int64_t j = 0; width > 1 && j < width; j += lanes<double>) wide += load(sums + j);
+      total[i] += width > 1 ? sum(wide) : *sums;
+    }
+  *by_xhat = total[0];
+  *by_grad = total[1];
+}
+void merge_affine(const Task *task, double *dweight, double *dbias, int64_t begin, int64_t end) {
+  const Nest &nest = *task->nest;
+  for (int64_t a = begin, n = 1; a < end; a += n) {
+    if (!nest.lanes && !nest.per_element) {
+      merge_lines(*task, a, dweight + a, dbias + a);
+    } else if (nest.lanes && nest.per_element && !nest.mixed) {
+      const int64_t lane = a % nest.width, tile_end = (lane / nest.tile + 1) * nest.tile;
+      n = smaller(end - a, smaller(tile_end, nest.width) - lane);
+      merge_lanes(*task, a, n, dweight + a, dbias + a);
+    } else {
+      merge_chunks(*task, a, dweight + a, dbias + a);
+    }
+  }
+  for (int64_t a = begin; a < end; a++) {
+    if (task->job->dweight && __builtin_expect(!finite(dweight[a]), 0))
+      dweight[a] = sum_again(*task, a, true);
+    if (task->job->dbias && __builtin_expect(!finite(dbias[a]), 0))
+      dbias[a] = sum_again(*task, a, false);
+  }
 }
 
 // ---- weight and bias: to and from the compute type
@@ -923,6 +951,21 @@ void widen(const f16 *p, int64_t n, double offset, float *out) {
 void widen(const bf16 *p, int64_t n, double offset, float *out) {
   widen_halves(p, n, (float)offset, out);
 }
+
+template <class P> void widen_halves(const P *p, int64_t n, double offset, double *out) {
+  constexpr int W = lanes<P>, D = lanes<double>;
+  for (int64_t i = 0; i < n; i += W) {
+    const int64_t k = smaller(W, n - i);
+    double part[W];
+    vd half[2];
+    widen(k == W ? load(p + i) : load(p + i, k), half);
+    store(part, half[0] + offset);
+    store(part + D, half[1] + offset);
+    memcpy(out + i, part, (size_t)k * sizeof *out);
+  }
+}
+void widen(const f16 *p, int64_t n, double offset, double *out) { widen_halves(p, n, offset, out); }
+void widen(const bf16 *p, int64_t n, double offset, double *out) { widen_halves(p, n, offset, out); }
 
 template <class C> void widen(int32_t dtype, const void *p, int64_t n, double offset, C *out) {
   switch (dtype) {
@@ -1147,9 +1190,21 @@ int backward_step(const Task *task, int step, int64_t unit, int64_t part) {
 template <class C>
 void gather(int32_t dtype, const void *p, const Lines &order, double offset, C *out) {
   if (order.loops == 0) return widen(dtype, p, order.n, offset, out);
-  each_line(order, Place{}, 0, order.count, [&](const Place &at, int64_t i) {
-    out[i] = (C)(as_double(dtype, p, at.at[AFFINE]) + offset);
-  });
+  const int64_t size = dtype == F64 ? 8 : dtype == F32 ? 4 : 2;
+  each_run(order, Place{}, 0, order.count,
+           [&](Place &at, int64_t i, int64_t stop, const Loop &along) {
+             const int64_t n = stop - i, step = along.step[AFFINE], from = at.at[AFFINE];
+             if (step == 1) {
+               widen(dtype, (const char *)p + from * size, n, offset, out + i);
+             } else if (step == 0) {
+               const C v = (C)(as_double(dtype, p, from) + offset);
+               for (int64_t k = 0; k < n; k++) out[i + k] = v;
+             } else {
+               for (int64_t k = 0; k < n; k++)
+                 out[i + k] = (C)(as_double(dtype, p, from + k * step) + offset);
+             }
+             advance(at, along, n - 1);
+           });
 }
 void gather(int32_t compute, int32_t dtype, const void *p, const Lines *order, double offset,
             void *out) {
@@ -1171,11 +1226,39 @@ void scatter(int32_t dtype, const double *values, const Lines *order, int64_t si
              void *out) {
   if (order->loops) {
     memset(sums, 0, (size_t)size * sizeof *sums);
-    each_line(*order, Place{}, 0, order->count,
-              [&](const Place &at, int64_t i) { sums[at.at[AFFINE]] += values[i]; });
+    each_run(*order, Place{}, 0, order->count,
+             [&](Place &at, int64_t i, int64_t stop, const Loop &along) {
+               const int64_t n = stop - i, step = along.step[AFFINE];
+               double *const sum = sums + at.at[AFFINE];
+               for (int64_t k = 0; k < n; k++) sum[k * step] += values[i + k];
+               advance(at, along, n - 1);
+             });
     values = sums;
   }
   for (int64_t i = 0; i < size; i++) put(dtype, out, i, values[i]);
+}
+
+int64_t given_bytes(const Task *task) {
+  const int64_t pitch = given_pitch(*task->nest);
+  return 3 * pitch * (task->job->dtype == F64 ? 8 : 4) + 2 * pitch * 8;  // and what it is made of
+}
+template <class C> void give(const Task &task, C *hi) {
+  const int64_t channels = task.nest->channels, pitch = given_pitch(*task.nest);
+  C *const lo = hi + pitch, *const rstd = lo + pitch;
+  double *const mean = (double *)(rstd + pitch), *const var = mean + pitch;
+  memset(mean, 0, (size_t)(2 * pitch) * sizeof *mean);
+  if (task.job->center) widen(task.running_mean_dtype, task.running_mean, channels, 0, mean);
+  widen(task.running_var_dtype, task.running_var, channels, task.job->eps, var);
+  const vd zero = {}, one = broadcast(1.0);
+  for (int64_t j = 0; j < pitch; j += lanes<double>) {
+    const vd m = load(mean + j), v = load(var + j);
+    store_rounded(lo + j, m - store_rounded(hi + j, m));
+    store_rounded(rstd + j, v == zero ? zero : one / square_root(v));
+  }
+}
+void give(const Task *task, void *given) {
+  if (task->job->dtype == F64) give(*task, (double *)given);
+  else give(*task, (float *)given);
 }
 
 void move(const Running *running) {
@@ -1218,4 +1301,5 @@ void move(const Running *running) {
 extern "C" const Table JOIN(table_, ISA);
 extern "C" const Table JOIN(table_, ISA) = {
     STRING(ISA),    scratch,      prepare,       forward, backward, merge, forward_units,
-    backward_units, forward_step, backward_step, slot,    gather,   scatter, merge_affine, move};
+    backward_units, forward_step, backward_step, slot,    gather,   scatter, merge_affine, move,
+    given_bytes,    give};

@@ -199,21 +199,17 @@ template <class T> struct OfLanes {
   }
   // Running or saved statistics.
   NOINLINE void take_known(const Place &at, Unit &u) const {
-    const C *stats = (const C *)job.stats + at.at[STATS];
-    int64_t channel = at.at[RUNNING];
+    Known<C> known(task, at);
     for (int64_t j = 0; j < u.lanes; j += nest.fold) {
+      const C hi = known.hi(), lo = known.lo(), rstd = known.rstd();
+      const bool unsafe = !known.is_safe() && (task.running_mean || u.count[j] > 0);
       for (int64_t i = j; i < j + nest.fold; i++) {
-        if (task.running_mean) {
-          u.unsafe[i] = !take_given(task, channel, u.hi[i], u.lo[i], u.rstd[i]);
-        } else {
-          u.hi[i] = stats[0];
-          u.lo[i] = stats[nest.groups];
-          u.rstd[i] = stats[2 * nest.groups];
-          u.unsafe[i] = u.count[i] > 0 && !saved_is_safe(u.hi[i], u.lo[i], u.rstd[i]);
-        }
+        u.hi[i] = hi;
+        u.lo[i] = lo;
+        u.rstd[i] = rstd;
+        u.unsafe[i] = unsafe;
       }
-      stats += nest.stats_step;
-      channel += nest.running_step;
+      known.step();
     }
     u.repair = take_out_unsafe(u);
   }
@@ -417,6 +413,7 @@ template <class T> struct OfLanes {
   }
 
   static bool measure_together(const Place *, Unit *const *) { return false; }
+  static void forward_in_order(int64_t, int64_t) {}
 
   void apply(const Place &at, const Unit &u, int64_t part) const {
     if (!job.y) return;

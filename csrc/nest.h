@@ -113,6 +113,9 @@ template <class T> inline bool fetches_ahead(const Nest &nest, int64_t unit) {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// From hi to lo, and from lo to rstd, of the running statistics.
+inline int64_t given_pitch(const Nest &nest) { return round_up(nest.channels, 16); }
+
 // out[j] += v[j]
 INLINE void add_to(double *out, vd v) { store(out, load(out) + v); }
 // The same with the rounding errors kept: what is summed in double is no better than its result.
@@ -463,5 +466,28 @@ template <class C> inline bool given_is_safe(C hi, C rstd) {
 template <class C> inline bool saved_is_safe(C hi, C lo, C rstd) {
   return rstd >= least_normal<C> && finite(rstd) && mean_is_safe<C>(hi, lo);
 }
+
+// Running or saved statistics of a group, and of those that follow it in a tile of lanes.
+template <class C> class Known {
+ public:
+  Known(const Task &task, const Place &at)
+      : running_(task.running_mean),
+        pitch_(running_ ? given_pitch(*task.nest) : task.nest->groups),
+        step_(running_ ? task.nest->running_step : task.nest->stats_step),
+        p_(running_ ? (const C *)task.given + at.at[RUNNING]
+                    : (const C *)task.job->stats + at.at[STATS]) {}
+  C hi() const { return p_[0]; }
+  C lo() const { return p_[pitch_]; }
+  C rstd() const { return p_[2 * pitch_]; }
+  bool is_safe() const {
+    return running_ ? given_is_safe(hi(), rstd()) : saved_is_safe(hi(), lo(), rstd());
+  }
+  void step() { p_ += step_; }
+
+ private:
+  bool running_;
+  int64_t pitch_, step_;
+  const C *p_;
+};
 
 }  // namespace

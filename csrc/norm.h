@@ -115,6 +115,7 @@ struct Nest {
   int32_t lanes;        // 1: LANES, 0: LINES
   int32_t per_element;  // weight and bias vary along the innermost loop,
   int32_t mixed;        // LANES: and from step to step, too
+  int32_t in_order;     // LINES of running statistics, forward: in the order of memory
   int32_t kept_loops;
   struct Loop kept[MAX_LOOPS];  // the outer kept loops
   int64_t outer;                // the product of their sizes
@@ -123,8 +124,9 @@ struct Nest {
   int64_t width, fold, tile, tiles;      // LANES: neighbours in all, in a group, in a tile
   int64_t units;                         // outer * tiles
   int64_t mask_step;                     // along the innermost loop: 0 or 1
-  int64_t stats_step, running_step;      // from one group of a tile to the next
+  int64_t stats_step, running_step;      // from one group of a tile, or line in order, to the next
   int64_t group_size, groups;
+  int64_t channels;     // of the running statistics
   int64_t affine_size;  // elements of the gathered weight
   int64_t pieces;       // LINES: pieces of lines in all
 };
@@ -139,6 +141,7 @@ struct Task {
   const unsigned char *mask;  // null: all elements are valid
   const void *running_mean, *running_var;  // null: statistics of this batch. Else normalize by these
   int32_t running_mean_dtype, running_var_dtype;
+  const void *given;  // [3][given_pitch]: hi, lo, rstd of the running statistics, in the compute type
   double *count;  // [groups], null: not wanted. How many elements were valid
   // Backward: the sums of grad * xhat and of grad, null: not wanted. Lines with flat weights have two
   // doubles for each piece of a line, lanes with weights of their own (not mixed) two arrays of doubles
@@ -201,4 +204,7 @@ struct Table {
   void (*merge_affine)(const struct Task *, double *dweight, double *dbias, int64_t begin,
                        int64_t end);
   void (*move)(const struct Running *);
+  // Task::given from the running statistics, in so many bytes.
+  int64_t (*given_bytes)(const struct Task *);
+  void (*give)(const struct Task *, void *given);
 };

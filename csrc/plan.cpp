@@ -16,6 +16,8 @@ constexpr int64_t STEPS = 128;  // of a part of lanes
 constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096, TILE = 262144;  // the last one in elements
 // Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay.
 constexpr int64_t SHORT = 32, ENOUGH = 8, LONGER = 512;
+// Lines up to this length are taken in the order of memory where statistics are given.
+constexpr int64_t IN_ORDER = 128;
 // Rows from this length on are shared among threads, if there are few.
 constexpr int64_t LONG = 65536;
 
@@ -90,6 +92,7 @@ Plan make_plan(const Problem &problem) {
     }
     std::reverse_copy(found, found + count, dims);
     nest.affine_size = affine;
+    nest.channels = running;
   }
   // Memory order, by the dense one of the tensors; expanded axes keep their place.
   const Array by = problem.has_y ? Y : problem.has_dx ? DX : X;
@@ -152,7 +155,12 @@ Plan make_plan(const Problem &problem) {
   nest.lanes = !last.reduced;
   nest.per_element = last.affine;
   bool expand = false;
-  if (last.reduced && last.loop.size < LONGER && count > 1 && !dims[count - 2].reduced) {
+  // One kept loop around the lines, and one of lines of a group around that.
+  nest.in_order = problem.has_running && problem.has_y && !problem.has_mask && last.reduced &&
+                  !last.affine && last.loop.size <= IN_ORDER && count > 1 && count <= 3 &&
+                  !dims[count - 2].reduced && (count == 2 || dims[0].reduced);
+  if (!nest.in_order && last.reduced && last.loop.size < LONGER && count > 1 &&
+      !dims[count - 2].reduced) {
     // GroupNorm in channels_last, BatchNorm of tiny maps: lanes that share a group.
     const Dimension &groups = dims[count - 2];
     int64_t steps = 1;
@@ -208,6 +216,7 @@ Plan make_plan(const Problem &problem) {
     }
   } else {
     nest.width = nest.tile = nest.tiles = 1;
+    if (nest.in_order) nest.running_step = dims[count - 2].loop.step[RUNNING];
   }
   if (any_affine && !in_order) {
     const Dimension *lanes = original + originals;

@@ -131,6 +131,28 @@ def test_running_statistics_normalize(text: str, dtype: torch.dtype, masked: boo
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("shape", [(4, 40, 7, 7), (1, 40, 4, 4), (2, 40, 3), (40, 40, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_short_lines_of_running_statistics_out_of_range(
+    shape: tuple[int, ...], dtype: torch.dtype, activation: str | None
+) -> None:
+    """Short lines are taken in the order of memory; channels that float cannot hold are not."""
+    mean, var = values((40,), seed=3).double(), values((40,), seed=4).abs().double() + 0.5
+    mean[7], mean[39], var[20] = 2.0**110, -(2.0**112), 2.0**260
+    x = values(shape, dtype, seed=1)
+    x[:, 7], x[:, 39] = 2.0**110, -(2.0**111)
+    weight, bias = values((40,), dtype, seed=5), values((40,), dtype, seed=6)
+    weight[39] = 0
+    y = axisnorm.batch_norm(x, mean, var, weight, bias, activation=activation)
+    z = reference.forward(
+        x.double(), Scheme.batch_norm().replace(statistics="running"), weight.double(),
+        bias.double(), running_mean=mean, running_var=var,
+    )[0]  # fmt: skip
+    assert_close(y, z if activation is None else z.relu())
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mean", [0.0, 1e4, 1e6])
 @pytest.mark.parametrize(
