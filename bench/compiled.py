@@ -1,6 +1,7 @@
 """Times small models eagerly and under torch.compile, with axisnorm's norms and with torch's.
 
-The same models without norms show what compiling does to the rest of them. All six run in one
+The same models without norms show what compiling does to the rest of them: a ratio compiled/eager
+above 1 is the norms' own only as far as it is above that one. All six run in one
 process in interleaved rounds, as in run.py; a figure is the median over the rounds. Writes one
 JSON.
 
@@ -50,7 +51,58 @@ def conv(norm: str, *given: int) -> Callable[[Any], Made]:
     return make
 
 
+class Sums(nn.Module):
+    """Norms of residual sums, with ReLU between them."""
+
+    def __init__(self, norms: Any, norm: str, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_sum(norms, norm, size) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x, x))
+        return x
+
+
+class Added(nn.Module):
+    """The norm of a sum, by another library's norm."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.norm(residual + x)
+
+
+def _sum(norms: Any, norm: str, size: int) -> nn.Module:
+    own = getattr(norms, f"Add{norm}", None) if norms is axisnorm.nn else None
+    return Added(getattr(norms, norm)(size)) if own is None else own(size)
+
+
+def sums(norm: str, *shape: int) -> Callable[[Any], Made]:
+    def make(norms: Any) -> Made:
+        return Sums(norms, norm, shape[-1]), shape
+
+    return make
+
+
+def stack(norm: str, *given: int, shape: tuple[int, ...]) -> Callable[[Any], Made]:
+    def make(norms: Any) -> Made:
+        layers = [(getattr(norms, norm)(*given), nn.ReLU()) for _ in range(DEPTH)]
+        return nn.Sequential(*(m for layer in layers for m in layer)), shape
+
+    return make
+
+
 MODELS = {
+    "AddLayerNorm and ReLU, 8 x 64": sums("LayerNorm", 8, 64),
+    "AddLayerNorm and ReLU, 512 x 768": sums("LayerNorm", 512, 768),
+    "AddRMSNorm and ReLU, 8 x 64": sums("RMSNorm", 8, 64),
+    "LayerNorm and ReLU, 8 x 64": stack("LayerNorm", 64, shape=(8, 64)),
+    "LayerNorm and ReLU, 512 x 768": stack("LayerNorm", 768, shape=(512, 768)),
+    "GroupNorm and ReLU, 8 x 32 x 28 x 28": stack("GroupNorm", 8, 32, shape=(8, 32, 28, 28)),
+    "BatchNorm and ReLU, 8 x 32 x 28 x 28": stack("BatchNorm2d", 32, shape=(8, 32, 28, 28)),
     "mlp, LayerNorm, 8 rows": mlp(8),
     "mlp, LayerNorm, 512 rows": mlp(512),
     "conv, BatchNorm": conv("BatchNorm2d", 32),
@@ -68,6 +120,10 @@ class NoNorms:
 
 LIBRARIES = {"axisnorm": axisnorm.nn, "torch": nn, "no norm": NoNorms()}
 NAMES = [f"{library} {mode}" for library in LIBRARIES for mode in ("eager", "compiled")]
+RATIOS = {
+    f"{library} compiled/eager": (f"{library} compiled", f"{library} eager")
+    for library in ("axisnorm", "no norm")
+}
 
 
 def calls(make: Callable[[Any], Made], training: bool) -> dict[str, Call]:
@@ -77,12 +133,11 @@ def calls(make: Callable[[Any], Made], training: bool) -> dict[str, Call]:
         model, shape = make(norms)
         model.train(training)
         x, grad = torch.randn(shape), torch.randn(shape)
-        parameters = list(model.parameters())
+        x.requires_grad_(training)
+        leaves = [x, *model.parameters()]
         for mode, run in {"eager": model, "compiled": torch.compile(model)}.items():
 
-            def call(
-                run: Any = run, x: Tensor = x, grad: Tensor = grad, p: Any = parameters
-            ) -> Any:
+            def call(run: Any = run, x: Tensor = x, grad: Tensor = grad, p: Any = leaves) -> Any:
                 if training:
                     return torch.autograd.grad(run(x), p, grad)
                 with torch.no_grad():
@@ -103,7 +158,7 @@ def main() -> None:
     info = machine()
     words = re.sub(r"\W+", "-", info["cpu"].lower()).strip("-")
     out = options.out or RESULTS / f"{words}-compiled.json"
-    table = Table("model", "", *(f"{name} us" for name in NAMES))
+    table = Table("model", "", *(f"{name} us" for name in NAMES), *RATIOS)
     results = []
     for model, make in MODELS.items():
         if options.only not in model:
@@ -113,9 +168,11 @@ def main() -> None:
             found = race(calls(make, training), options.rounds)
             micros = {name: round(found.seconds(name).median * 1e6, 1) for name in NAMES}
             mode = "training" if training else "inference"
-            results.append({"model": model, "mode": mode, **micros})
+            ratios = {name: round(found.ratio(*pair).median, 3) for name, pair in RATIOS.items()}
+            results.append({"model": model, "mode": mode, **micros, **ratios})
             out.write_text(json.dumps({"machine": info, "results": results}, indent=1) + "\n")
-            table.add_row(model, mode, *(f"{micros[name]:.0f}" for name in NAMES))
+            numbers = [f"{micros[name]:.0f}" for name in NAMES]
+            table.add_row(model, mode, *numbers, *(f"{ratio:.2f}" for ratio in ratios.values()))
     console = Console()
     console.print(table)
     console.print(f"written to {out}")

@@ -253,10 +253,18 @@ bool read_target(Call &call, PyObject *tensor, void *&place, int64_t axisnorm::A
   return true;
 }
 
+// Whether none of these keeps its elements with the opposite sign. An operator gets none from the
+// dispatcher; compiled programs pass on what they are given.
+bool all_positive(PyObject *const *args, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (is_exact(args[i]) && !is_positive(args[i])) return false;
+  return true;
+}
+
 // op_forward_into(x, weight, bias, mask, scheme, running_mean, running_var, y, stats or None) -> None
 PyObject *op_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
-  if (count != 9 || !is_positive(args[0]) ||
+  if (count != 9 || !all_positive(args, 7) ||
       !call.read(args[0], args[1], args[2], args[3], args[5], args[6], args[4]) ||
       (call.constant(USES_RUNNING) == Py_True) != (args[5] != Py_None) ||
       !read_target(call, args[7], call.job.y, &axisnorm::Axis::y) ||
@@ -344,7 +352,7 @@ PyObject *op_train_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Running running = {};
   Task given;
   Reading mean, var;
-  if (count != 11 || !is_positive(args[0]) || !read_train(call, running, given, args) ||
+  if (count != 11 || !all_positive(args, 7) || !read_train(call, running, given, args) ||
       !read_target(call, args[7], call.job.y, &axisnorm::Axis::y) || !call.read_stats(args[8]) ||
       !read(args[9], mean) || !read(args[10], var) || mean.size != running.channels ||
       var.size != running.channels || mean.dtype != running.mean_dtype ||
@@ -425,7 +433,7 @@ bool read_gradient(PyObject *tensor, PyObject *parameter, int dtype, void *&plac
 // None, dbias or None) -> None
 PyObject *op_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
-  if (count != 12 || !is_positive(args[0]) || !is_positive(args[1]) || !read_backward(call, args) ||
+  if (count != 12 || !all_positive(args, 9) || !read_backward(call, args) ||
       !read_target(call, args[9], call.job.dx, &axisnorm::Axis::dx) ||
       !read_gradient(args[10], args[2], call.job.weight_dtype, call.job.dweight) ||
       !read_gradient(args[11], args[3], call.job.bias_dtype, call.job.dbias) || !call.make_plan())
@@ -440,7 +448,7 @@ PyObject *op_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) 
 PyObject *op_add_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   void *x = nullptr, *residual = nullptr;
-  if (count != 10 || !is_positive(args[0]) || !is_positive(args[1]) ||
+  if (count != 10 || !all_positive(args, 7) ||
       !call.read(args[0], args[2], args[3], Py_None, Py_None, Py_None, args[6]) ||
       !call.read_like(args[0], x) || !call.read_like(args[1], residual) ||
       !call.set_rows(args[4], args[5]) || !call.read_like(args[7], call.job.y) ||
@@ -456,7 +464,7 @@ PyObject *op_add_forward_into(PyObject *, PyObject *const *args, Py_ssize_t coun
 PyObject *op_add_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   void *h = nullptr, *grad = nullptr, *grad_h = nullptr;
-  if (count != 13 || !is_positive(args[0]) || (args[1] != Py_None && !is_positive(args[1])) ||
+  if (count != 13 || !all_positive(args, 9) ||
       !call.read(args[2], args[3], args[4], Py_None, Py_None, Py_None, args[8]) ||
       !call.read_like(args[2], h) || !call.read_like(args[0], grad) ||
       !call.read_like(args[1], grad_h) || !call.read_stats(args[6]) ||
@@ -489,8 +497,8 @@ PyObject *op_scale_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   double eps;
   const bool weighted = count == 4 && args[0] != Py_None;
   const auto is_wide = [](const Reading &r) { return r.dtype == F32 || r.dtype == F64; };
-  if (count != 4 || !api || !read(args[1], var) || !is_wide(var) || !read(args[3], scale) ||
-      scale.dtype != F64 || scale.size != var.size || !read_number(args[2], eps) ||
+  if (count != 4 || !api || !all_positive(args, 2) || !read(args[1], var) || !is_wide(var) ||
+      !read(args[3], scale) || scale.dtype != F64 || scale.size != var.size || !read_number(args[2], eps) ||
       (weighted && (!read(args[0], weight) || !is_wide(weight) || weight.size != var.size)))
     return by_python(python.scale_into, args, count);
   double *const to = (double *)data(scale);

@@ -254,6 +254,97 @@ def test_compiled_graphs_are_cached() -> None:
     assert not any("bypass" in key for counts in found for key in counts)
 
 
+def test_what_another_version_has_compiled_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that call no operator of this package are."""
+    from axisnorm import _torch_inductor
+
+    norm, other = ann.LayerNorm(8), torch.nn.Linear(8, 8)
+    x = values((4, 8))
+
+    def found(module: torch.nn.Module) -> tuple[int, int]:
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        with torch.no_grad():
+            torch.compile(module, fullgraph=True)(x)
+        hits = counters["aot_autograd"]["autograd_cache_hit"]
+        return hits, counters["inductor"]["fxgraph_cache_miss"]
+
+    with torch._inductor.utils.fresh_cache():
+        assert [found(norm)[0], found(other)[0]] == [0, 0]
+        assert [found(norm)[0], found(other)[0]] == [1, 1]
+        monkeypatch.setattr(_torch_inductor, "_fingerprint", lambda: "another version")
+        assert found(norm) == (0, 1)
+        assert found(norm)[0] == 1
+        assert found(other)[0] == 1
+
+
+@needs_direct_calls
+@pytest.mark.parametrize("name", ["norm", "running", "training", "sum", "scale"])
+def test_what_compiled_programs_call_reads_negated_tensors(name: str) -> None:
+    """The memory of every input may hold the opposite sign; only the first one was asked."""
+    x, weight, bias, mean, var = (values((8,) if i else (4, 8), seed=i) for i in range(5))
+    batch, rows, moving = "[n] c; affine=c", "... [d]; affine=d", (mean, var.abs())
+    grad, h, stats = values((4, 8), seed=5), values((4, 8), seed=6), torch.empty(3, 4)
+    _torch._native.op_forward_into(h, None, None, None, rows, None, None, x.clone(), stats)
+    like_x, like_p, like_s = torch.empty_like(x), torch.empty_like(weight), torch.empty(3, 8)
+    parameters = (weight, bias)
+    still = f"{batch}; statistics=running"
+    calls: dict[str, list[tuple[str, tuple[Any, ...], tuple[Tensor, ...]]]] = {
+        "norm": [
+            ("forward", (h, *parameters, None, rows, None, None), (like_x, stats.clone())),
+            (
+                "backward",
+                (grad, h, *parameters, None, None, None, stats, rows),
+                (like_x, like_p, like_p.clone()),
+            ),
+        ],
+        "running": [
+            ("forward", (x, *parameters, None, still, *moving), (like_x, like_s)),
+            (
+                "backward",
+                (grad, x, *parameters, None, *moving, like_s, still),
+                (like_x, like_p, like_p.clone()),
+            ),
+        ],
+        "training": [
+            (
+                "train",
+                (x, *parameters, None, batch, *moving),
+                (like_x, like_s, like_p, like_p.clone()),
+            ),
+        ],
+        "sum": [
+            (
+                "add_forward",
+                (x, grad, *parameters, None, 0.0, rows),
+                (like_x, like_x.clone(), stats.clone()),
+            ),
+            (
+                "add_backward",
+                (grad, x, h, *parameters, None, stats, 0.0, rows),
+                (None, like_x, like_p, like_p.clone()),
+            ),
+        ],
+        "scale": [("scale", (weight, var.abs(), 1e-5), (like_p.double(),))],
+    }
+    for function, given, targets in calls[name]:
+        call = getattr(_torch._native, f"op_{function}_into")
+
+        def run(*inputs: Any, call: Any = call, targets: Any = targets) -> list[Tensor]:
+            made = [None if t is None else torch.full_like(t, 7.0) for t in targets]
+            call(*inputs, *made)
+            return [t for t in made if t is not None]
+
+        wanted = run(*given)
+        for i, t in enumerate(given):
+            if isinstance(t, Tensor) and t is not like_s:
+                negated = torch._neg_view(-t)
+                assert negated.is_neg()
+                found = run(*given[:i], negated, *given[i + 1 :])
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("marked", [0, 2])
 def test_marked_dimensions(marked: int) -> None:
     counter = CompileCounterWithBackend("aot_eager")

@@ -4,21 +4,28 @@ Without this it calls the operator, through the dispatcher, and gets new tensors
 what is written, in memory that it has planned, and calls the function below the operator, which
 takes a quarter of the time. Of Inductor this needs functions that are not public: where one is
 missing nothing is changed. It is loaded after Inductor, which takes a second to load.
+
+What Inductor has compiled it keeps on disk, under a key that knows nothing of this package: to that
+is added which version of it has been at work, for programs that call its operators.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor import ir, lowering
+from torch._inductor import codecache, ir, lowering
 from torch._inductor.virtualized import V
 
+from . import __version__
 from .scheme import Scheme, as_scheme
 
-__all__ = ["register"]
+__all__ = ["mark_keys", "register"]
 
 _NEEDED = {
     ir: ("FallbackKernel", "FixedLayout", "FlexibleLayout", "as_storage_and_layout",
@@ -185,6 +192,45 @@ def _lowered(op: Any, lower: Callable[..., Any]) -> Callable[..., Any]:
         return (lower if direct else by_operator)(*args, **kwargs)
 
     return chosen
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """What differs where another version of this package compiles something else."""
+    sources = sorted(Path(__file__).parent.glob("_torch*.py"))
+    found = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
+    return f"{__version__} {found.hexdigest()}"
+
+
+def _calls_operators(graph: Any) -> bool:
+    """Whether this torch.fx.GraphModule calls an operator of this package."""
+    return any(
+        str(node.target).startswith("axisnorm.")
+        for module in graph.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def mark_keys() -> None:
+    """Add the fingerprint to what the keys of compiled programs are made of.
+
+    Those of Inductor and of AOTAutograd, which stands before it, are made of the attributes of this
+    class.
+    """
+    if not hasattr(codecache, "FxGraphHashDetails"):
+        return
+    details = codecache.FxGraphHashDetails
+    collect = details.__init__
+
+    @functools.wraps(collect)
+    def collect_with_fingerprint(self: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
+        collect(self, gm, *args, **kwargs)
+        if gm is not None and _calls_operators(gm):
+            self.axisnorm = _fingerprint()
+
+    details.__init__ = collect_with_fingerprint  # type: ignore[method-assign]
 
 
 def register() -> None:

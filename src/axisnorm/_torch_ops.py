@@ -75,6 +75,7 @@ def tell_inductor() -> None:
 
         _is_inductor_told = True
         _torch_inductor.register()
+        _torch_inductor.mark_keys()
 
 
 def _fake_forward(
