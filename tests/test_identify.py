@@ -471,6 +471,18 @@ def test_published_norms_are_named(name):
     assert reference.resolve_eps(preset, x.dtype) <= found.best.eps_interval[1]
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("[b] d", "... [d]"), ("[b] d", "... [d]; center=false; eps=1e-6")],
+)
+def test_another_norm_came_first(first, second):
+    x = normal(16, 64) * np.linspace(0.5, 3, 64) + normal(64, seed=5)
+    x = x.astype(np.float32)
+    best = identify(x, forward(forward(x, Scheme(first)), Scheme(second))).best
+    assert elements(best.first, x.shape) == elements(Scheme(first), x.shape)
+    assert best.scheme == Scheme(second) and best.free_parameters == 0
+
+
 def test_normalized_twice():
     x = normal(4, 6, 16) * 2 + 1
     once = Scheme("... [d]")
@@ -823,3 +835,62 @@ def test_an_unusual_eps_beside_fitted_weights_and_very_different_groups(text, ep
     assert best.axes == (1,) and best.scheme.center == scheme.center
     assert best.scheme.scale == scheme.scale
     assert best.eps_interval[0] <= eps * 1.01 and best.eps_interval[1] >= eps * 0.99
+
+
+# --------------------------------------------------------------------------------------------
+# One number as weight and bias, and which norm came first
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(("weight", "bias"), [(-1.0, 0.0), (1.0, 1.0), (2.0, 1.0), (0.5, 0.0)])
+def test_one_number_as_weight_and_bias(weight, bias, dtype):
+    """An affine map of 128 numbers was said, or a divisor n - 48, where one or two explain it."""
+    x = (normal(64, 64) * np.linspace(0.5, 2, 64)[:, None]).astype(dtype)
+    once = Scheme("... [d]")
+    y = (weight * forward(x.astype(np.float64), once) + bias).astype(dtype)
+    found = identify(x, y)
+    best = found.best
+    assert best.axes == (1,) and best.affine_axes == () and best.scheme == once
+    assert best.free_parameters == 1 + (bias != 0) and best.weight_from == "fitted"
+    off = 1e-3 if dtype == np.float16 else 1e-5
+    assert best.weight == pytest.approx(weight, abs=off)
+    assert (best.bias is None) == (bias == 0)
+    if bias:
+        assert best.bias == pytest.approx(bias, abs=off)
+    assert any(note.startswith("The weight is one number") for note in found.notes)
+
+
+def test_what_one_number_is_not_fitted_to():
+    x = normal(64, 64) * np.linspace(0.5, 2, 64)[:, None]
+    once = Scheme("... [d]")
+    # A norm without a weight, and one whose weights differ.
+    assert identify(x, forward(x, once)).best.free_parameters == 0
+    best = identify(x, forward(x, Scheme.layer_norm(64), uniform(64), normal(64, seed=2))).best
+    assert best.affine_axes == (1,) and best.free_parameters == 128
+    # Over all elements one factor is no statistics, nor is it where nothing is divided.
+    for axes in (1, (0, 1)):
+        assert identify(x, x - x.mean(axes, keepdims=True)).best is None
+    assert identify(x, -forward(x, Scheme("[b d]"))).best is None
+    # Of two norms there is an eps that fits with one number: no number has to be fitted.
+    small = 0.05 * x
+    y = forward(forward(small, once), Scheme("... [d]; center=false; eps=1e-6"))
+    best = identify(small, y).best
+    assert best.mistake.code == "normalized-twice" and best.free_parameters == 0
+
+
+def test_a_root_mean_square_before_a_layer_norm_is_told_where_it_shows():
+    """A layer norm of an RMSNorm was said to be applied to its own output."""
+    once, rms = Scheme("... [d]"), Scheme("... [d]; center=false")
+    values = normal(64, 64) * np.linspace(0.5, 2, 64)[:, None]
+    values -= values.mean(1, keepdims=True)
+
+    def of(x, first):
+        return identify(x, forward(forward(x, first), once)).best
+
+    centred, moved = values.astype(np.float32), (values + 3).astype(np.float32)
+    for first in (once, rms):
+        sentence = of(centred, first).mistake.sentence
+        assert "its own output, or to that of '... [d]; center=false'" in sentence
+    assert of(moved, rms).first == rms and "own output" not in of(moved, rms).mistake.sentence
+    best = of(moved, once)
+    assert best.first == once and best.mistake.sentence.endswith("is applied to its own output.")

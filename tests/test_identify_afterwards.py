@@ -1,6 +1,7 @@
 """What came after a norm, what is no norm at all, and how long it takes to say so."""
 
 import json
+import math
 import time
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from axisnorm import Scheme, identify, reference
 from axisnorm.lens.explain import partition
-from axisnorm.lens.identifying.activations import FUNCTIONS, GATED
+from axisnorm.lens.identifying.activations import FUNCTIONS, GATED, _erf
 from axisnorm.lens.identifying.evidence import pair_of
 from axisnorm.lens.identifying.pointwise import pointwise
 from axisnorm.lens.identifying.quantized import grid_of
@@ -94,7 +95,8 @@ def test_zeros_that_are_no_dropout():
     assert found.best.scheme == LAYER_NORM and found.best.afterwards is None
     assert any("as after a mask" in note for note in found.notes)
     # The factor does not belong to the share of zeros.
-    assert identify(x, normalized(x) * kept * 2).best is None
+    best = identify(x, normalized(x) * kept * 2).best
+    assert best.afterwards is None and best.weight == pytest.approx(2, rel=1e-6)
     found = identify(x, normalized(x).relu())
     assert found.best.afterwards.code == "relu"
 
@@ -164,6 +166,12 @@ def test_an_activation_after_norms_of_an_image():
         found = identify(x, after(F.batch_norm(x, None, None, weight, bias, training=True)))
         assert found.best is None and found.reason.startswith(where)
         assert "a per-channel affine map: statistics not identifiable" in found.reason
+
+
+def test_the_error_function_to_the_last_digits():
+    values = np.concatenate([np.linspace(-8, 8, 20001), 10.0 ** np.arange(-300, 1)])
+    exact = np.array([math.erf(value) for value in values])
+    np.testing.assert_allclose(_erf(values), exact, rtol=4e-16, atol=0)
 
 
 @pytest.mark.parametrize("one", GATED, ids=lambda one: one.code)
@@ -299,7 +307,10 @@ def nothing_explains(x):
     yield from (noise, x.sigmoid(), x.log_softmax(-1), (x * 8).round() / 8, noise.relu())
     # A little off, but more than rounding in bfloat16 explains.
     near = norm + 2e-2 * noise
+    one_off = x.clone()
+    one_off[3, 7] += 0.5
     yield from (dropout(noise, 0.1), near, F.gelu(near), x + 1e-3 * noise, near.relu(), x + norm)
+    yield from (one_off, x + 1e-2 * noise, 2 * x + 1 + 1e-3 * noise, norm.sigmoid() + x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
@@ -312,3 +323,69 @@ def test_that_nothing_fits_is_said_soon(dtype):
             found = identify(x, y.to(dtype))
             least = min(least, time.process_time() - start)
         assert found.best is None and least < 0.9, found.reason
+
+
+# --------------------------------------------------------------------------------------------
+# Functions along axes that are no normalizations
+
+ALONG = {
+    "softmax(x)": torch.softmax,
+    "log_softmax(x)": torch.log_softmax,
+    "x divided by the sum of |x| (L1)": lambda x, dim: F.normalize(x, 1, dim),
+    "x divided by its sum": lambda x, dim: (x.double() / x.double().sum(dim, True)).to(x.dtype),
+    "x divided by the largest |x|": lambda x, dim: F.normalize(x, math.inf, dim),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+@pytest.mark.parametrize("said", ALONG)
+def test_a_function_along_an_axis_is_named(said, dtype):
+    for shape, axis in (((16, 32), 1), ((16, 32), 0), ((3, 4, 5, 6), 2)):
+        x = 3 * normal(*shape, dtype=dtype)
+        found = identify(x, ALONG[said](x, axis))
+        assert found.best is None
+        assert found.reason.startswith(f"The output is {said} along axis {axis}:"), found.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+def test_what_is_near_a_function_along_an_axis_is_not_named_so(dtype):
+    x = 2 * normal(32, 64, dtype=dtype)
+    wide = x.double()
+    near = (
+        (1.05 * wide).softmax(1),
+        (1.05 * wide).log_softmax(1),
+        wide.roll(1, 0).softmax(1),
+        wide.softmax(1) * (1 + 0.05 * normal(32, 64, seed=4)),
+        1.05 * F.normalize(wide, 1, 1),
+        normalized(wide).softmax(1),
+    )
+    for y in near:
+        found = identify(x, y.to(dtype))
+        assert found.best is None and "no variance is part of it" not in found.reason
+
+
+# --------------------------------------------------------------------------------------------
+# What is nearly the input
+
+
+def test_what_is_nearly_the_input_is_no_norm():
+    x, noise = normal(64, 256), normal(64, 256, seed=1)
+    found = identify(x.bfloat16(), (x + 1e-5 * noise).bfloat16())
+    assert found.best is None and found.reason.startswith("The output is")
+    x = x.bfloat16()
+    found = identify(x, (x.float().sigmoid() + 1e-3 * noise).bfloat16())
+    assert found.best is None and found.reason.startswith("Before sigmoid, the output is")
+
+
+def test_one_scale_of_all_elements_on_a_grid_is_a_map():
+    x = normal(64, 256)
+    found = identify(x, (30 * x).round())
+    assert found.best is None and "one affine map of all elements" in found.reason
+    # A norm of many groups tells its scale.
+    found = identify(x, (30 * normalized(x)).round())
+    assert found.best.scheme == LAYER_NORM
+
+
+def test_a_divisor_larger_than_the_groups_of_other_axes():
+    x = normal(32, 64, dtype=torch.float64)
+    assert identify(x, 0.5 * normalized(x)).best.axes == (1,)

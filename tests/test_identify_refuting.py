@@ -17,6 +17,7 @@ from axisnorm.lens.identifying.hypotheses import (
     affine_choices,
     distinct_sharings,
     sharings,
+    whole,
 )
 from axisnorm.lens.identifying.refuting import Lines, none_between
 
@@ -168,3 +169,14 @@ def test_a_weight_for_each_element_of_few_samples_needs_no_careless_arithmetic()
     found = identify(x, reference.forward(x, scheme, weight, bias)[0])
     assert found.best.axes == found.best.affine_axes == (1, 2, 3)
     assert not any("computation in" in note for note in found.notes)
+
+
+def test_one_element_off_every_line_is_among_those_that_are_looked_at():
+    """A sample by chance alone missed it, and weights were fitted to no purpose."""
+    x = np.random.default_rng(0).normal(size=(512, 256))
+    changed = x.copy()
+    changed[317, 5] += 1.0
+    for y, refuted in ((x, False), (changed, True)):
+        pair = pair_of(x, y)
+        rows = whole(pair.shape, [1])
+        assert Lines.of(pair).refute(rows, (0,), pair.noise.worst) == refuted

@@ -45,15 +45,22 @@ REFINED = 4
 NEAR = 30.0
 """How much worse than the best a set of axes may be on a sample before eps is fitted."""
 
+AS_NEAR = 1.1
+"""One factor for all groups that leaves no more than so many times what formulas leave is as good
+as they are."""
+
 SUSPECTS = (4, 256), (4, 4096)
 """Of so many weights so many elements are searched for some of nearly one variance."""
 
-MOST_SUSPECTS = 256
+MOST_SUSPECTS = 16
 """Where more are left the second look takes longer than it saves."""
 
 HELD, HELD_ELEMENTS = 12, 1 << 22
 """So many fits of a sample are held against all data, of small arrays more: where none of them
 holds, the output only comes near many."""
+
+SPREAD = 1 << 16
+"""Of so many elements those are taken whose groups have every variance."""
 
 REFUTED_ELEMENTS = 1 << 14
 """So many elements are looked at together: of fewer the calls take longer than the numbers."""
@@ -83,6 +90,10 @@ TOGETHER = 8
 
 LARGE = 10.0
 """An eps so many times larger than variances makes the factor the same for all groups."""
+
+LARGE_FOR_ONE = 0.05
+"""So many times with one weight for all: with an eps near the variances, too, they give any two
+factors."""
 
 EXPLAINED = 0.05
 EXPLAINED_VAR = 0.2
@@ -200,10 +211,14 @@ class _Fitter:
     # ---- screening on a sample
 
     def choices(self, sharing: Sharing) -> list[tuple[int, ...]]:
-        """The dimensions along which the weight may vary."""
+        """The dimensions along which the weight may vary, none for one number."""
         if self.weight is not None or self.bias is not None:
             return [affine.dimensions for affine in self.affine_of(sharing)]
         found = affine_choices(sharing)
+        # Of one group alone, or in another unit, one number takes up whatever factor there is.
+        shown = self.kept(sharing) and self.pair.unit == 1
+        if shown and (sharing.split is None or is_known(sharing)):
+            found = [(), *found]
         if sharing.split is not None:
             own = set(sharing.dimensions(sharing.split))
             axes = [set(sharing.dimensions(axis)) for axis in range(len(sharing.axes))]
@@ -274,7 +289,8 @@ class _Fitter:
             families, factors = [k for k, _ in tried], [f for _, f in tried]
             if not factors:
                 continue
-            lefts = sample.left(d, factors)
+            lefts = sample.left(d, [*factors, np.ones_like(d)])
+            shown = not given and _shows(meansquare, statistics.meansquare)
             numbers = number_of(sharing, dimensions)
             for with_bias in (0, 1):
                 if no_bias if with_bias else no_weight:
@@ -288,13 +304,20 @@ class _Fitter:
                 floor = 1e-14 * float(sample.sums[1].sum())
                 best: dict[str, float] = {}
                 worst: dict[str, float] = {}
-                for family, left in zip(families, lefts[with_bias].tolist(), strict=True):
+                for family, left in zip(families, lefts[with_bias][:-1].tolist(), strict=True):
                     left = max(left, floor)
                     best[family] = min(left, best.get(family, math.inf))
                     worst[family] = max(left, worst.get(family, 0.0))
                 ranked = sorted(best, key=lambda family: best[family])
                 total = float(sample.sums[1 + with_bias].sum())
                 most = NEAR * best[ranked[0]]
+                one = max(float(lefts[with_bias][-1]), floor)
+                if not free and best[ranked[0]] > NEAR * max(one, allowed):
+                    # One factor for all groups is so much nearer than any of a formula.
+                    continue
+                if shown and one < AS_NEAR * best[ranked[0]]:
+                    # It is as near, and without the mean nothing else shows statistics.
+                    continue
                 for family in ["root"] if free else ranked[:2]:
                     left = best[family]
                     explained = EXPLAINED_VAR if family == "var" else EXPLAINED
@@ -489,17 +512,7 @@ class _Fitter:
         if not statistics.running:
             statistics = self.pair.statistics(sharing)
             lead = replace(lead, statistics=statistics)
-        shape = sharing.expanded
-        others = tuple(i for i in range(len(shape)) if i not in lead.dimensions)
-        rows = some(number_of(sharing, lead.dimensions), ROWS, self.random)
-        every = np.arange(math.prod(shape[i] for i in others))
-        if every.size > 1 << 16:
-            every = np.sort(self.random.choice(every.size, 1 << 16, replace=False))
-        first = groups_at(statistics, lead.dimensions, rows[:1], every)
-        value = (statistics.var if lead.center else statistics.meansquare).ravel()[first[0]]
-        order = np.argsort(value, kind="stable")
-        take = np.unique(np.linspace(0, order.size - 1, COLUMNS).round().astype(np.int64))
-        sample = self.picked(shape, lead.dimensions, rows, every[order[take]])
+        sample = self.spread_sample(lead)
         seen = set()
         for formula in CENTRED if lead.center else UNCENTRED:
             alike = formula.without_constant_factor()
@@ -513,6 +526,24 @@ class _Fitter:
             seen.add(alike)
             yield _Trial(self, lead, alike, sample)
 
+    def spread_sample(self, lead: _Lead) -> Sample:
+        """Elements of groups of every variance, from the least to the largest."""
+        sharing, statistics, dimensions = lead.sharing, lead.statistics, lead.dimensions
+        key = "spread", sharing.axes, dimensions, lead.center, statistics.running
+        found = self.samples.get(key)
+        if found is None:
+            shape = sharing.expanded
+            others = tuple(i for i in range(len(shape)) if i not in dimensions)
+            rows = some(number_of(sharing, dimensions), ROWS, self.random)
+            every = some(math.prod(shape[i] for i in others), SPREAD, self.random)
+            first = groups_at(statistics, dimensions, rows[:1], every)
+            value = (statistics.var if lead.center else statistics.meansquare).ravel()[first[0]]
+            order = np.argsort(value, kind="stable")
+            take = np.unique(np.linspace(0, order.size - 1, COLUMNS).round().astype(np.int64))
+            found = self.picked(shape, dimensions, rows, every[order[take]])
+            self.samples[key] = found
+        return found
+
 
 def _family(formula: Formula) -> str:
     if formula.scale == "var":
@@ -520,6 +551,12 @@ def _family(formula: Formula) -> str:
     if formula.scale == "sqrt_std":
         return "fourth root"
     return "deviation" if formula.scale == "std" and not formula.center else "root"
+
+
+def _shows(some: Floats, every: Floats) -> bool:
+    """Whether the variances of some elements are about as different as all are."""
+    least, most = float(every.min()), float(every.max())
+    return least > 0 and math.log(most / least) <= 2 * math.log(float(some.max() / some.min()))
 
 
 def _factors(value: Floats, unit: float) -> Iterator[tuple[str, Floats]]:
@@ -546,7 +583,7 @@ def _factors(value: Floats, unit: float) -> Iterator[tuple[str, Floats]]:
     between = range(-1, min(math.ceil(math.log(most / least, EPS_STEP)) + 2, MOST_EPS))
     own = [least * EPS_STEP**k for k in between] if most > 4 * least else [middle]
     for eps in (*SCREENED_EPS, *own):
-        if unit * least < eps < 100 * max(middle, most):
+        if unit * least < eps:
             yield "root", 1.0 / np.sqrt(value + eps)
     yield "var", 1.0 / safe
     yield "fourth root", 1.0 / np.sqrt(root)
@@ -582,7 +619,10 @@ class _Trial:
         if formula.placement == "max":
             # Clamped everywhere, it would be one factor for all: no statistics.
             grid = {eps for eps in grid if eps < float(self.base.max())} or {0.0}
-        self.tried = self.ratios([*grid])
+        # Below this size no digit of a factor shows eps: all that are in use are one.
+        unseen = 0.01 * pair.noise.unit * float(self.base.min())
+        found = self.ratios(sorted({eps if eps > unseen else 0.0 for eps in grid}))
+        self.tried = {eps: found[eps if eps > unseen else 0.0] for eps in grid}
         self.least = min(total for total, _ in self.tried.values())
 
     def normalized(self, eps: float | Floats) -> Floats:
@@ -653,8 +693,11 @@ class _Trial:
         if known is not None and not known.fits:
             return known
         high = self.edge(best, down=False)
-        unbounded = high == math.inf and (not self.lead.center or fitted)
-        if unbounded or (fitted and best > LARGE * self.middle):
+        # One number for all takes up the factor that an eps above all variances gives.
+        alone = not self.lead.center or not self.lead.dimensions or fitted
+        unbounded = high == math.inf and alone
+        most = LARGE if self.lead.dimensions else LARGE_FOR_ONE
+        if unbounded or (fitted and best > most * self.middle):
             return None
         interval = self.edge(best, down=True), high
         if fitted:

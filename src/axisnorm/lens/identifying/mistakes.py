@@ -84,9 +84,20 @@ def _division(scheme: Scheme, inside: str, outside: str) -> str:
     return f"{'(x - mean)' if scheme.center else 'x'} / {below}."
 
 
-def twice(scheme: Scheme, first: Scheme) -> tuple[Mistake, Scheme]:
-    """The mistake of normalizing what is normalized already, with the one norm it should be."""
-    if first.axes == scheme.axes:
+def twice(scheme: Scheme, first: Scheme, other: Scheme | None = None) -> tuple[Mistake, Scheme]:
+    """The mistake of normalizing what is normalized already, with the one norm it should be.
+
+    Args:
+        scheme: the norm that came last.
+        first: the norm that came first.
+        other: what may have come first as well.
+    """
+    if other is not None:
+        said = (
+            f"The norm '{scheme}' is applied to its own output, or to that of '{other}': an input "
+            "whose means are large beside its deviations would decide."
+        )
+    elif first.axes == scheme.axes and first.center == scheme.center:
         said = f"The norm '{scheme}' is applied to its own output."
     else:
         said = f"The norm '{scheme}' is applied to the output of '{first}'."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,9 @@ FEW = 3
 ALIKE = 32
 """So many elements of groups of nearly one variance are looked at for each weight."""
 
+LEAST_ALLOWED = 0.02
+"""Of what rounding allows of a row on the whole, at least this share is allowed of each element."""
+
 Part = tuple[int, int, bool]
 """An axis that is seen as two, the size of its outer part, and whether the inner one is held."""
 
@@ -42,6 +46,7 @@ class Lines:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         self.largest = float(np.abs(pair.x).max())
+        self.furthest = _furthest(pair)
         self.made: dict[tuple[tuple[int, ...], Part | None], _Cells | None] = {}
         self.answers: dict[tuple[tuple[int, ...], Part | None, Noise], bool] = {}
 
@@ -113,9 +118,14 @@ class Lines:
         if each < FEW:
             return None
         random = np.random.default_rng(0)
+        places = np.unravel_index(self.furthest, shape)
+        picked = [
+            _with(some(number, most, random), [shape[i] for i in own], [places[i] for i in own])
+            for own, number, most in ((dimensions, rows, ROWS), (others, each, COLUMNS))
+        ]
         flat = (
-            offsets(shape, dimensions, some(rows, ROWS, random))[:, None]
-            + offsets(shape, others, some(each, COLUMNS, random))[None, :]
+            offsets(shape, dimensions, picked[0])[:, None]
+            + offsets(shape, others, picked[1])[None, :]
         )  # fmt: skip
         pair = self.pair
         valid = None if pair.mask is None else pair.mask.ravel()[flat]
@@ -130,6 +140,22 @@ class Lines:
         told = spread > 0
         found = left, spread, np.hypot(left, slope * spread), size
         return _Cells(*(values[told] for values in found))
+
+
+def _furthest(pair: Pair) -> int:
+    """The element furthest off one line of all: if any is on no line of its own few, it is."""
+    valid = None if pair.mask is None else pair.mask.reshape(1, -1)
+    fitted = line(pair.x.reshape(1, -1), pair.y.reshape(1, -1), valid, (1,), True, False)
+    return int(np.abs(fitted.left).argmax())
+
+
+def _with(
+    index: NDArray[np.int64], shape: Sequence[int], place: Sequence[Any]
+) -> NDArray[np.int64]:
+    """The indices over some dimensions with this place among them."""
+    if not shape:
+        return index
+    return np.union1d(index, np.ravel_multi_index(tuple(place), tuple(shape)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,27 +248,52 @@ def refuted_for_every_eps(
     variance = np.where(enough[..., None], variance, 1.0)
     ratio = np.sqrt(variance[..., :1] * variance[..., -1:]) / variance
     u, e = d * (0.5 * (1 + ratio)), np.abs(d * (0.5 * (1 - ratio)))
-    moved = np.sqrt(_dot(e, e))
     size, shifted = np.sqrt(_dot(y, y) / count), e.mean(2)
     middle_y, middle_u = y.mean(2), u.mean(2)
+    steepest = (2 * ratio.max((1, 2)) * known)[:, None]
     found = np.zeros((len(noises), 2, len(d)), bool)
     for bias in (0, 1):
-        if bias:
-            y, u = y - middle_y[..., None], u - middle_u[..., None]
-        uu = _dot(u, u)
-        least = np.sqrt(uu) - moved
+        own_y = y - middle_y[..., None] if bias else y
+        own_u = u - middle_u[..., None] if bias else u
+        least = np.sqrt(_dot(own_u, own_u)) - np.sqrt(_dot(e, e))
         told = enough & (least > 0)
-        least, uu = np.where(told, least, 1.0), np.where(told, uu, 1.0)
-        weight = np.sqrt(_dot(y, y)) / least
-        rest = y - (_dot(u, y) / uu)[..., None] * u
-        left = np.sqrt(_dot(rest, rest)) - weight * moved
+        weight = np.sqrt(_dot(own_y, own_y)) / np.where(told, least, 1.0)
         shift = bias * (np.abs(middle_y) + weight * (np.abs(middle_u) + shifted))
-        slope = 2 * weight * (ratio.max((1, 2)) * known)[:, None]
+        slope = weight * steepest
         for place, noise in enumerate(noises):
-            allowed = noise.bound(n[:, None], size, slope, about[:, None], shift)
-            excess = left - SENSITIVITY * math.sqrt(count) * allowed
-            found[place, bias] = (told & (excess > 0)).any(1)
+            allowed = noise.bound(
+                n[:, None, None], np.abs(y), slope[..., None], about[:, None, None],
+                shift[..., None],
+            )  # fmt: skip
+            all_alike = noise.bound(n[:, None], size, slope, about[:, None], shift)
+            allowed = np.maximum(allowed, LEAST_ALLOWED * all_alike[..., None])
+            # Nothing is allowed of outputs that are all 0, and nothing is left of them.
+            one = 1 / np.where(allowed > 0, allowed, 1.0)
+            off = _off(y * one, u * one, e * one, one if bias else None)
+            found[place, bias] = (told & off).any(1)
     return found
+
+
+def _off(y: Floats, u: Floats, e: Floats, one: Floats | None) -> NDArray[np.bool_]:
+    """Whether more is left of y than errors up to 1, whatever multiplies u, off by up to e.
+
+    Args:
+        y: the output over what rounding allows of it: rows of elements.
+        u: what a weight multiplies, likewise.
+        e: how far off that may be, likewise.
+        one: what a bias multiplies. None: there is none.
+    """
+    most = SENSITIVITY * math.sqrt(y.shape[-1])
+    if one is not None:
+        square = _dot(one, one)
+        y = y - (_dot(one, y) / square)[..., None] * one
+        u = u - (_dot(one, u) / square)[..., None] * one
+    uu, moved = _dot(u, u), np.sqrt(_dot(e, e))
+    least = np.sqrt(uu) - moved
+    told = least > 0
+    weight = (np.sqrt(_dot(y, y)) + most) / np.where(told, least, 1.0)
+    rest = y - (_dot(u, y) / np.where(told, uu, 1.0))[..., None] * u
+    return np.asarray(told & (np.sqrt(_dot(rest, rest)) > weight * moved + most))
 
 
 def none_between(ratios: Floats) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from .evidence import (
     SAMPLED,
     UNITS,
+    Factors,
     Floats,
     Pair,
     Screened,
@@ -45,13 +47,24 @@ from .hypotheses import (
 )
 from .maps import maps
 
-__all__ = ["known_fits", "nearest", "nearest_screened", "proportional", "ruled_out", "search"]
+__all__ = [
+    "UNSEEN",
+    "known_fits",
+    "nearest",
+    "nearest_screened",
+    "proportional",
+    "ruled_out",
+    "search",
+]
 
 WORSE_THAN_A_MAP = 2.0
 """A norm with fitted weights is off by no more than so many times what a map leaves on average."""
 
 ALIKE = 4.0
 """By so much smaller groups may come nearer by their number alone."""
+
+UNSEEN = 0.01
+"""Of a rounding: what changes by less, as by an eps so small beside the variance, is the same."""
 
 LOOKS = 1 << 12, SAMPLED
 """A formula is held against so many elements before all."""
@@ -62,8 +75,8 @@ KEPT = 24
 KEPT_ELEMENTS = 1 << 19
 
 KEPT_BESIDE_A_MAP = 4
-"""So many where the input times the given weight plus the given bias is the output: any set of axes
-whose groups are large and alike fits, too, and none of them is what was asked for."""
+"""So many where the output is about the input times the given weight plus the given bias: any set
+of axes whose groups are large and alike fits, too, and none of them is what was asked for."""
 
 NEAREST = 6
 """So many sets of axes that do not fit are looked at, to say how near they come."""
@@ -90,8 +103,12 @@ def search(
         if any(fit.fits and fit.affine.offset == 0 for fit in found) and weight is not None:
             # The weight as it is fits: no need to try it around zero.
             break
-    if not fitting or any(fit.fits for fit in found):
+    fitted = [fit for fit in found if fit.fits]
+    if not fitting or any(fit.formula.correction in (0, 1) for fit in fitted):
         return found
+    if fitted:
+        # A divisor that no one uses is one weight for all elements, too.
+        only = {(sharing.axes, ()) for sharing in every}
     limit, plain = pair.x.size, next((m for m in maps(pair, given) if not m.trivial), None)
     if plain is not None:
         # A norm of fewer numbers gives the same map only where it varies along these axes alone.
@@ -130,9 +147,8 @@ def proportional(pair: Pair) -> list[tuple[Sharing, bool]]:
     return [(one.sharing, one.center) for one in near]
 
 
-def known_fits(pair: Pair, given: Given, *, whole_only: bool = False) -> Iterator[Fit]:
-    """The fits that need no fitted weights."""
-    every = [s for s in distinct_sharings(pair.shape) if s.split is None or not whole_only]
+def known_fits(pair: Pair, given: Given, every: Sequence[Sharing]) -> Iterator[Fit]:
+    """The fits over these sets of axes that need no fitted weights."""
     for affine_of, weight, bias in assignments(pair, given):
         found = _with_known_weights(pair, given, every, affine_of, weight, bias)
         yield from (fit for fit in found if fit.fits)
@@ -169,6 +185,8 @@ def ruled_out(pair: Pair, given: Given, best: Fit) -> Iterator[Fit]:
                 continue
             if statistics.running and not for_running(formula):
                 continue
+            if formula.correction >= statistics.sharing.group_size:
+                continue
             fit = confirm(
                 pair, statistics, formula, affine, weight, bias, best.eps,
                 (best.eps, best.eps), best.eps_fitted, most=SAMPLED,
@@ -191,7 +209,10 @@ def _with_known_weights(
     if scale is not None:
         passed = list(_alike_in_all_groups(pair, passed, scale))
     kept = max(KEPT, KEPT_ELEMENTS // pair.x.size)
-    if len(passed) > KEPT_BESIDE_A_MAP and any(m.free_parameters == 0 for m in maps(pair, given)):
+    plain = scale is not None and abs(scale - 1) <= pair.noise.relative(2)
+    if len(passed) > KEPT_BESIDE_A_MAP and (
+        plain or any(m.free_parameters == 0 for m in maps(pair, given))
+    ):
         kept = KEPT_BESIDE_A_MAP
     for one in passed[:kept]:
         if pair.x.size > SAMPLED and pair.noise.compute >= UNITS["float32"]:
@@ -306,15 +327,21 @@ def _read_formulas(
         interval = eps_interval(factors, formula)
         if interval is None:
             continue
-        nearest = factors.nearest_eps(formula, interval)
+        nearest = _Nearest(factors, formula, interval)
+        # An eps so near one that does not fit changes no digit of a factor.
+        step = UNSEEN * pair.noise.unit * float(factors.statistics.base(formula).min())
+        tried: list[float] = []
         for eps, fitted in _eps_choices(interval, nearest, formula, pair):
+            if any(abs(eps - other) <= step for other in tried):
+                continue
+            tried.append(eps)
             hypothesis = pair, statistics, formula, affine, weight, bias, eps, interval, fitted
             looks = (most for most in LOOKS if pair.x.size >= 2 * most)
             if not all(confirm(*hypothesis, most=most).fits for most in looks):
                 continue
             fit = confirm(*hypothesis)
             if fit.fits:
-                yield replace(fit, least=factors.misfit_of(formula, nearest))
+                yield replace(fit, least=factors.misfit_of(formula, nearest.eps))
                 break
 
 
@@ -343,8 +370,21 @@ def _free_correction(factors: Any, statistics: Statistics, center: bool) -> floa
     return None
 
 
+@dataclass(frozen=True)
+class _Nearest:
+    """The eps that fits best: sought where no eps in use fits, or where how well it does counts."""
+
+    factors: Factors
+    formula: Formula
+    interval: tuple[float, float]
+
+    @cached_property
+    def eps(self) -> float:
+        return self.factors.nearest_eps(self.formula, self.interval)
+
+
 def _eps_choices(
-    interval: tuple[float, float], nearest: float, formula: Formula, pair: Pair
+    interval: tuple[float, float], nearest: _Nearest, formula: Formula, pair: Pair
 ) -> Iterator[tuple[float, bool]]:
     """Values of eps in the interval with whether they are fitted: those in use come first."""
     low, high = interval
@@ -352,9 +392,9 @@ def _eps_choices(
         if low <= eps <= high:
             yield eps, False
     if math.isfinite(high) and high > 0 and pair.unit == 1:
-        around = 0.1 * (high - low)
-        yield roundest(max(nearest - around, low), min(nearest + around, high)), True
-        yield nearest, True
+        around, eps = 0.1 * (high - low), nearest.eps
+        yield roundest(max(eps - around, low), min(eps + around, high)), True
+        yield eps, True
 
 
 def _nearest(

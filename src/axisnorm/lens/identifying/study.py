@@ -14,10 +14,11 @@ from ... import reference
 from ...scheme import Scheme
 from ..naming import affine_axes, in_words
 from .afterwards import Afterwards, Later, activated, dropped, masked
+from .along import along
 from .deciding import decisions
 from .digits import computed_in, rounding_order
-from .evidence import UNITS, Floats, Pair, double, printed_decimals
-from .fit import Fit, Given, machine_eps, places, usual_eps
+from .evidence import UNITS, Floats, Noise, Pair, double, printed_decimals
+from .fit import Fit, Given, machine_eps, places, predicted, usual_eps
 from .fitting import CARELESS
 from .hypotheses import (
     CENTRED,
@@ -36,7 +37,7 @@ from .mistakes import mistake_of, twice
 from .pointwise import pointwise
 from .quantized import grid_of, on_grid, scaled
 from .refuting import Lines
-from .search import known_fits, nearest, nearest_screened, proportional, ruled_out, search
+from .search import UNSEEN, known_fits, nearest, nearest_screened, proportional, ruled_out, search
 
 __all__ = ["Study", "map_in_words"]
 
@@ -59,6 +60,9 @@ CLEARLY_WORSE = 3.0
 
 ENOUGH_ELEMENTS = 64
 
+NEARLY_AS_GOOD = 2.0
+"""The input itself explains an output as well where it is on average no further off than this."""
+
 NEARLY = 32.0
 """A misfit above this is none that carelessness explains."""
 
@@ -77,6 +81,8 @@ class _Found:
     pair: Pair
     notes: tuple[str, ...] = ()
     first: Scheme | None = None
+    first_open: Scheme | None = None
+    """What may have come first instead, as well as the norm itself."""
     last_plain: bool = False
     """Whether what follows is far-fetched: a map without statistics is plainer."""
     later: Later | None = None
@@ -118,7 +124,7 @@ class Study:
         if found is None:
             return self.nothing()
         own_maps = maps(found.pair, self.given)
-        fits = self.ranked(found)
+        found, fits = self.with_its_first(found, self.ranked(found))
         best = fits[0]
         least = min((m.free_parameters for m in own_maps if not m.trivial), default=None)
         if own_maps and own_maps[0].free_parameters == 0 and best.affine.fitted == 0:
@@ -128,6 +134,15 @@ class Study:
             return self.map_only(own_maps, found.later)
         if self.says_nothing(best, BY_CHANCE):
             return self.map_only(own_maps, found.later)
+        off = self.off_the_input(found.pair, best)
+        if off is not None:
+            result = self.identified(found, fits)
+            what = _input_in_words(best.weight_along is not None, best.bias_along is not None)
+            reason = (
+                f"{_where(found.later)} is nearly {what}, off by up to {off:.2g}: nothing shows "
+                "that it was normalized, and what fits below changes nothing."
+            )
+            return replace(result, best=None, reason=reason, decisions=())
         return self.identified(found, fits)
 
     # ---- the search
@@ -137,9 +152,9 @@ class Study:
         for attempt in self.attempts():
             found = self.held(attempt)
             if found is not None:
-                if not all(self.varies_along_batch(fit) for fit in found.fits):
+                if not all(self.doubtful(fit) for fit in found.fits):
                     return found
-                other = self.without_batch_weights()
+                other = self.plainer()
                 if other is not None:
                     return other
                 if not all(self.any_factor(fit) for fit in found.fits):
@@ -170,18 +185,22 @@ class Study:
         kept = [fit for fit, own, _ in passed if own == came]
         return replace(attempt, fits=kept, notes=(*attempt.notes, note), afterwards=came)
 
-    def varies_along_batch(self, fit: Fit) -> bool:
-        """Whether a fitted weight has values for each sample: seldom meant, often a mask."""
+    def doubtful(self, fit: Fit) -> bool:
+        """Whether a fitted weight has values for each sample: seldom meant, often a mask.
+
+        Or whether it is one number beside a fitted eps: two norms may give these two.
+        """
         own = set(fit.sharing.dimensions(0)) & set(fit.affine.dimensions)
-        return fit.affine.fitted > 0 and len(self.shape) > 1 and bool(own)
+        alone = fit.eps_fitted and not fit.affine.dimensions
+        return fit.affine.fitted > 0 and (alone or (len(self.shape) > 1 and bool(own)))
 
     def any_factor(self, fit: Fit) -> bool:
         """Whether each group has a fitted weight of its own, which takes up any divisor."""
         kept = {i for i in fit.sharing.kept if fit.sharing.expanded[i] > 1}
         return not fit.running and kept <= set(fit.affine.dimensions)
 
-    def without_batch_weights(self) -> _Found | None:
-        """A mask or a second norm in place of weights for each sample."""
+    def plainer(self) -> _Found | None:
+        """A mask or a second norm in place of such weights."""
         for attempt in itertools.chain(self.seen_through(self.laters(), False), self.composed()):
             found = self.held(attempt)
             if found is not None:
@@ -240,6 +259,9 @@ class Study:
         if self.grid is None or self.grid.step != 1 or not bare:
             return
         rough, _ = self.rough[0]
+        if any(m.free_parameters <= 2 and not m.trivial for m in maps(rough, self.given)):
+            # One scale of all elements says nothing: a norm would have one too many.
+            return
         fits = search(rough, self.given, fitting=False)
         if any(fit.fits for fit in fits):
             return
@@ -308,6 +330,7 @@ class Study:
         if pair.x.size > COMPOSED_ELEMENTS or pair.unit != 1:
             return
         given = Given(self.given.weight, self.given.bias)
+        whole = [s for s in distinct_sharings(self.shape) if s.split is None]
         near = []
         for first, seconds in self.first_norms():
             # Before its eps is known, the first norm is only nearly right.
@@ -317,11 +340,17 @@ class Study:
             if off <= 1:
                 near.append((off, first))
         near.sort(key=lambda one: one[0])
+        middles: dict[Scheme, list[Floats]] = {}
         for (_, first), eps in itertools.product(near[:FIRST_NORMS], USUAL_EPS[:6]):
             scheme = first.replace(eps=eps)
-            after = pair.with_input(self.normalized(scheme))
+            middle, before = self.normalized(scheme), middles.setdefault(first, [])
+            unseen = UNSEEN * pair.noise.unit * float(np.abs(middle).max())
+            if any(float(np.abs(middle - other).max()) <= unseen for other in before):
+                continue
+            before.append(middle)
+            after = pair.with_input(middle).with_noise(self.after(scheme))
             # A second norm with an eps of its own fits any factor near 1.
-            fits = [f for f in known_fits(after, given, whole_only=True) if not f.eps_fitted]
+            fits = [f for f in known_fits(after, given, whole) if not f.eps_fitted]
             if fits:
                 yield _Found(fits, after, (), scheme)
                 return
@@ -362,6 +391,39 @@ class Study:
             for p in (self.given.weight, self.given.bias)
         ]
         return double(reference.forward(self.pair.x, scheme, *parameters)[0])
+
+    def with_its_first(self, found: _Found, fits: list[Fit]) -> tuple[_Found, list[Fit]]:
+        """Where a norm seems applied to its own output: whether the root mean square came first.
+
+        The two differ by eps times the share of the mean in the mean square.
+        """
+        best = fits[0]
+        if best.formula.passes == 1 or not best.formula.center:
+            return found, fits
+        plain = best.sharing.scheme(center=False)
+        for eps in USUAL_EPS[:6]:
+            first = plain.replace(eps=eps)
+            after = found.pair.with_input(self.normalized(first)).with_noise(self.after(first))
+            others = [
+                fit for fit in known_fits(after, self.given, [best.sharing])
+                if fit.formula.plain and not fit.free_parameters
+            ]  # fmt: skip
+            if not others:
+                continue
+            if best.eps_fitted:
+                # Where an eps in use explains it, none has to be fitted.
+                return replace(found, fits=others, pair=after, first=first), others
+            return replace(found, first_open=first), fits
+        return found, fits
+
+    def after(self, first: Scheme) -> Noise:
+        """What is believed of rounding where a norm came first: its mean was rounded, too."""
+        moments = reference.moments(self.pair.x, first)
+        offset = float(np.abs(moments.mean * moments.rstd).max())
+        noise = self.pair.noise
+        # An error of the input counts twice.
+        lost = max(noise.input_quantum, 2.0 * noise.compute * offset)
+        return replace(noise, input_quantum=lost)
 
     def sloppy(self, *, fitting: bool) -> Iterator[_Found]:
         """Computed in a narrower type than the arrays have, or with sums that lose digits."""
@@ -485,6 +547,24 @@ class Study:
         values = statistics.var if best.formula.center else statistics.meansquare
         return float(values.max() - values.min()) <= 1e-6 * float(values.max())
 
+    def off_the_input(self, pair: Pair, best: Fit) -> float | None:
+        """How far the output is off the input, with the given parameters alone.
+
+        None where a norm is told from that: where it is further away than rounding explains, or
+        comes clearly nearer.
+        """
+        if best.affine.fitted or pair.unit != 1:
+            return None
+        plain, told = pair.x, np.ones(pair.shape, bool) if pair.mask is None else pair.mask
+        plain = plain if best.weight_along is None else plain * best.weight_along
+        plain = plain if best.bias_along is None else plain + best.bias_along
+        output, allowed = predicted(pair, best)
+        off = np.abs(pair.y - plain)[told]
+        if float(off.mean()) > NEARLY_AS_GOOD * float(np.abs(pair.y - output)[told].mean()):
+            return None
+        alike = np.abs(output - plain)[told] <= allowed[told]
+        return float(off.max()) if bool(alike.all()) else None
+
     # ---- results
 
     def identified(self, found: _Found, fits: Sequence[Fit]) -> Identification:
@@ -529,7 +609,7 @@ class Study:
         if fit.formula.passes == 2:
             first = scheme
         if first is not None:
-            mistake = twice(scheme, first)
+            mistake = twice(scheme, first, found.first_open)
         shape = sizes.affine_shape
         weight, bias = (
             None if p is None or p.size != math.prod(shape) else p.reshape(shape)
@@ -615,7 +695,12 @@ class Study:
         if best.scheme.weight_offset:
             yield "The given weight is stored around zero: 1 is added to it."
         if fit.weight_along is not None and not best.scheme.affine:
-            yield "Weight and bias are one number each."
+            weight, bias = fit.affine.weight, fit.affine.bias
+            if fit.affine.weight_from == "given" or weight is None:
+                yield "Weight and bias are one number each."
+            else:
+                plus = "" if bias is None else f", the bias {float(bias):.6g}"
+                yield f"The weight is one number, {float(weight):.6g}{plus}."
         given_running = self.given.running_mean is not None
         if given_running and not fit.running:
             yield "The running statistics were not used: these are the statistics of the batch."
@@ -643,14 +728,15 @@ class Study:
 
     def unchanged(self, own: Map, later: Later | None) -> str:
         """The sentence, without its end, of an output that is no normalization."""
-        what = "the input"
-        if own.given and self.given.weight is not None:
-            what += " times the given weight"
-        if own.given and self.given.bias is not None:
-            what += " plus the given bias"
+        weight = own.given and self.given.weight is not None
+        what = _input_in_words(weight, own.given and self.given.bias is not None)
         return f"{_where(later)} is {what}: nothing was normalized"
 
     def map_only(self, found_maps: Sequence[Map], later: Later | None) -> Identification:
+        function = along(self.believed)
+        if function is not None:
+            reason = function.sentence
+            return Identification(tuple(self.near()), None, self.shape, self.dtypes, reason=reason)
         own = found_maps[0] if found_maps else Map((), True, 2, False)
         what = map_in_words(own.axes, len(self.shape))
         reason = f"{_where(later)} is {what}: statistics not identifiable from this batch."
@@ -685,8 +771,9 @@ class Study:
         if own:
             return self.map_only(own, self.later)
         near = self.near()
-        if self.pointwise is not None:
-            reason = self.pointwise.sentence
+        plain = self.pointwise or along(self.believed)
+        if plain is not None:
+            reason = plain.sentence
             return Identification(tuple(near), None, self.shape, self.dtypes, reason)
         reason = "Nothing that was tried fits."
         if near:
@@ -704,6 +791,14 @@ class Study:
                 "and bias that were used, or an input of more samples.",
             )
         return Identification(tuple(near), None, self.shape, self.dtypes, reason, notes)
+
+
+def _input_in_words(weight: bool, bias: bool) -> str:
+    times, plus = (
+        " times the given weight" if weight else "",
+        " plus the given bias" if bias else "",
+    )
+    return f"the input{times}{plus}"
 
 
 def _where(later: Later | None) -> str:
