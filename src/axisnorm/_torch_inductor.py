@@ -6,7 +6,7 @@ takes a quarter of the time. Of Inductor this needs functions that are not publi
 missing nothing is changed. It is loaded after Inductor, which takes a second to load.
 
 What Inductor has compiled it keeps on disk, under a key that knows nothing of this package: to that
-is added which version of it has been at work, for programs that call its operators.
+is added which build of it has been at work, for programs that call its operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch._inductor import codecache, ir, lowering
 from torch._inductor.virtualized import V
 
-from . import __version__
+from . import _build
 from .scheme import Scheme, as_scheme
 
 __all__ = ["mark_keys", "register"]
@@ -196,10 +196,9 @@ def _lowered(op: Any, lower: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _fingerprint() -> str:
-    """What differs where another version of this package compiles something else."""
-    sources = sorted(Path(__file__).parent.glob("_torch*.py"))
-    found = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-    return f"{__version__} {found.hexdigest()}"
+    """What differs where another build of this package compiles or computes something else."""
+    files = [*sorted(Path(__file__).parent.glob("_torch*.py")), Path(_build.native.__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _calls_operators(graph: Any) -> bool:
