@@ -542,18 +542,22 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
     if (P != NOTHING) store(dw + i, load(dw + i) + by_weight);
     if (P == WEIGHT_AND_BIAS) store(db + i, load(db + i) + by_bias);
   };
+  // Without weight and bias in the order of flat_sums: such rows may be lines in another batch.
+  const bool flat = P == NOTHING && !job.weight && !job.bias;
   int64_t i = 0;
   do {
-    const int64_t end = smaller(n, i + BLOCK * W);
-    V s1[R] = {}, s2[R] = {};
-    for (; i + W <= end; i += W) step(i, 0, s1, s2);
+    const int64_t end = smaller(n, i + (flat ? 2 : 1) * BLOCK * W);
+    V s1[2][R] = {}, s2[2][R] = {};
+    for (; flat && i + 2 * W <= end; i += 2 * W)
+      step(i, 0, s1[0], s2[0]), step(i + W, 0, s1[1], s2[1]);
+    for (; i + W <= end; i += W) step(i, 0, s1[0], s2[0]);
     if (i < end) {
-      step(i, end - i, s1, s2);
+      step(i, end - i, s1[flat], s2[flat]);
       i = end;
     }
     for (int k = 0; k < R; k++) {
-      if (Center) total1[k].add(s1[k]);
-      total2[k].add(s2[k]);
+      if (Center) total1[k].add(s1[0][k] + s1[1][k]);
+      total2[k].add(s2[0][k] + s2[1][k]);
     }
   } while (i < n);
   if (!job.dx && !job.dropped_dx) return;

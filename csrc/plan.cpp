@@ -18,8 +18,6 @@ constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096, TILE = 262144;  // t
 constexpr int64_t SHORT = 32, ENOUGH = 8, LONGER = 512;
 // Lines up to this length are taken in the order of memory where statistics are given.
 constexpr int64_t IN_ORDER = 128;
-// Rows from this length on are shared among threads, if there are few.
-constexpr int64_t LONG = 65536;
 
 struct Dimension {
   Loop loop;
@@ -47,7 +45,7 @@ void cut(Lines &lines, bool lanes) {
   lines.piece = lines.n;
   if (lanes) {
     lines.per_part = STEPS;
-  } else if (lines.n > PART) {
+  } else if (lines.n >= LONG) {
     lines.split = (lines.n + PART - 1) / PART;
     lines.piece = PART;
     lines.per_part = 1;
@@ -56,6 +54,13 @@ void cut(Lines &lines, bool lanes) {
   }
   lines.parts = lines.split > 1 ? lines.count * lines.split
                                 : (lines.count + lines.per_part - 1) / lines.per_part;
+}
+
+// Makes all lines of a unit one part.
+void join(Lines &lines) {
+  lines.split = lines.parts = 1;
+  lines.piece = lines.n;
+  lines.per_part = lines.count;
 }
 
 }  // namespace
@@ -247,10 +252,7 @@ Plan make_plan(const Problem &problem) {
     cut(lines, false);
     if (nest.per_element && nest.applied.count > 1) {
       // Lines may share weights, and then their sums: one after the other.
-      nest.applied.per_part = nest.applied.count;
-      nest.applied.split = 1;
-      nest.applied.piece = nest.applied.n;
-      nest.applied.parts = 1;
+      join(nest.applied);
     }
     // Where the sums of each piece of a line stand.
     int64_t piece = nest.applied.split;
@@ -276,10 +278,13 @@ Plan make_plan(const Problem &problem) {
   for (int i = 0; i < problem.axes; i++) affine |= problem.axis[i].affine;
   const bool shared = !affine || (!plan.order.loops && plan.order.n == nest.applied.n && nest.affine_size == plan.order.n &&
                                   (nest.per_element || nest.applied.n == 1));
+  const bool row = !nest.lanes && nest.applied.loops == 0 && shared && !problem.has_mask &&
+                   !problem.has_running;
   const bool in_rank = nest.kept_loops == 0 ||
                        (nest.kept_loops == 1 && nest.kept[0].step[STATS] == 1);
-  plan.rows = !nest.lanes && nest.applied.loops == 0 && nest.kept_loops <= 1 && shared && in_rank &&
-              !problem.has_mask && !problem.has_running && (nest.applied.n < LONG || nest.outer >= 8);
+  plan.rows = row && in_rank && (affine || nest.applied.n < LONG);
+  // Whether rows lie one stride apart may depend on how many there are; their bits do not.
+  if (row && affine) join(nest.measured), join(nest.applied);
   return plan;
 }
 

@@ -6,6 +6,10 @@ namespace axisnorm {
 
 enum { MAX_AXES = MAX_LOOPS };
 
+// Lines from this length on are cut into parts for threads to share. Rows are not, which is faster
+// where each of their elements has a weight; without weights such rows are lines, however many.
+constexpr int64_t LONG = 65536;
+
 // The axes of the tensor, or parts of them, in logical order. Strides in elements, 0 where a tensor is
 // broadcast.
 struct Axis {

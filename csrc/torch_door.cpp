@@ -396,6 +396,7 @@ PyObject *compute(PyObject *const *args, int32_t activation, PyObject **stats) {
   Job job = {};
   Reading x;
   if (!read_common(args, job, x)) return unsure();
+  if (!job.weight && !job.bias && job.n >= axisnorm::LONG) return unsure();  // no rows
   job.activation = activation;
   PyObject *y = like(args[X], x.size, x.dtype, job.y);
   if (y && stats && !(*stats = new_stats(job))) Py_CLEAR(y);

@@ -279,6 +279,48 @@ def test_a_group_does_not_depend_on_the_groups_beside_it(dtype: torch.dtype, siz
         assert torch.equal(alone[1].nan_to_num(), dx[:, i : i + 1].nan_to_num())
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "text,shape",
+    [
+        ("n c [l]", (3, 7, 197)),
+        ("n (g=2 [c]) [l]", (3, 4, 50)),
+        ("n c [l]; center=false", (3, 5, 33)),
+        ("n c [l]; affine=l", (2, 2, 66_000)),
+        ("n c [l]", (9, 1, 66_000)),
+        ("n c [l]; affine=l", (9, 1, 66_000)),
+    ],
+)
+@pytest.mark.parametrize("sliced", [False, True], ids=["", "sliced"])
+def test_a_sample_that_is_rows_has_the_bits_of_its_batch_that_is_lines(
+    text: str, shape: tuple[int, ...], dtype: torch.dtype, sliced: bool
+) -> None:
+    case = Case(Scheme(text), shape)
+    weight, bias = parameters(case, dtype)
+    wide = values((shape[0], shape[1] + 2 * sliced, shape[2]), dtype)
+    x = wide[:, sliced : sliced + shape[1]]
+    grad = values(shape, dtype, seed=1)
+
+    def both(part: slice, short: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x[part].detach().requires_grad_()
+        if short:
+            trailing = (shape[-1],)
+            y = axisnorm.layer_norm(leaf, trailing, weight, bias)
+        else:
+            y = axisnorm.normalize(leaf, case.scheme, weight, bias)
+        return y.detach(), torch.autograd.grad(y, leaf, grad[part])[0]
+
+    # The door of layer_norm reads rows itself.
+    doors = (False, True) if text.startswith("n c [l]") and case.scheme.center else (False,)
+    y, dx = both(slice(None), False)
+    for short in doors:
+        for i in range(shape[0]):
+            alone = both(slice(i, i + 1), short)
+            assert torch.equal(alone[0][0], y[i])
+            assert torch.equal(alone[1][0], dx[i])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_constant_groups(dtype: torch.dtype, layout: torch.memory_format) -> None:
