@@ -647,6 +647,22 @@ def test_no_elements(kind: str, shape: tuple[int, ...]) -> None:
             assert y.shape == x.shape
 
 
+@Kind
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (2, 4, 0, 2)])
+def test_an_out_without_elements_does_not_overlap_itself(kind: str, shape: tuple[int, ...]) -> None:
+    # NumPy gives such arrays strides of zero.
+    x, out = (make(kind, np.zeros(shape).tolist()).reshape(shape) for _ in range(2))
+    assert axisnorm.normalize(x, "n [c] ...", out=out) is out
+
+
+def test_an_out_whose_elements_overlap_by_half_is_refused() -> None:
+    memory = np.zeros(5, np.float16)
+    out = np.lib.stride_tricks.as_strided(memory.view(np.uint8)[:8].view(np.float32), (4,), (2,))
+    with pytest.raises(ArgumentError, match="its own memory"):
+        axisnorm.layer_norm(np.ones(4, np.float32), 4, out=out)
+    assert not memory.any()
+
+
 def test_gradients_of_nothing() -> None:
     x, w = torch.zeros(0, 3, requires_grad=True), torch.ones(3, requires_grad=True)
     axisnorm.layer_norm(x, 3, w).sum().backward()

@@ -400,7 +400,8 @@ def _check_out(inputs: Inputs, out: Array) -> None:
 
 
 def _check_writable(name: str, array: Array) -> None:
-    if not array.flags.writeable or _route.overlaps_itself(array.shape, array.strides):
+    overlaps = _route.overlaps_itself(array.shape, array.strides, array.itemsize)
+    if overlaps or not array.flags.writeable:
         raise ArgumentError(
             f"{name} is written to, so it is writable and each of its elements has its own memory. "
             f"One of strides {array.strides} came, or one that is read-only. Give {name}.copy()."

@@ -149,13 +149,18 @@ def activation_code(name: str | None) -> int:
     return 0 if name is None else 1 + ACTIVATIONS.index(name)
 
 
-def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int], width: int = 1) -> bool:
     """Whether two elements of a tensor may share memory, as in an expanded one.
+
+    Args:
+        width: that of an element, in the unit of the strides.
 
     >>> overlaps_itself((4, 8), (0, 1)), overlaps_itself((4, 8), (8, 1))
     (True, False)
     """
-    reach = 0
+    if 0 in shape:
+        return False
+    reach = width - 1
     for stride, size in sorted(
         (abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1
     ):
