@@ -33,7 +33,8 @@ class Function:
     held: Callable[[Floats, Axes], Floats]
     """What of the output is 1 along the axes."""
     within: bool = False
-    """Whether half types round within, too: torch's log_softmax does on CPUs."""
+    """Whether half types round within, too: on CPUs torch's log_softmax does, and its softmax along
+    other axes than the last one where several threads share it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _over_largest(x: Floats, axes: Axes) -> tuple[Floats, Floats]:
 
 
 FUNCTIONS = (
-    Function("softmax", "softmax(x)", _softmax, lambda y, axes: y.sum(axes)),
+    Function("softmax", "softmax(x)", _softmax, lambda y, axes: y.sum(axes), within=True),
     Function("log_softmax", "log_softmax(x)", _log_softmax,
              lambda y, axes: np.exp(np.minimum(y, 1.0)).sum(axes), within=True),
     Function("l1", "x divided by the sum of |x| (L1)", _over_length,
@@ -132,5 +133,7 @@ def _is(function: Function, pair: Pair, axes: Axes) -> bool:
     n = math.prod(pair.shape[i] for i in axes)
     allowed = noise.bound(n, np.abs(predicted), 0.0)
     inner = noise.compute * (4.0 + 0.5 * math.log2(n))
-    allowed = allowed + max(inner, noise.unit if function.within else 0.0) * lost
+    allowed = allowed + inner * lost
+    if function.within:
+        allowed = allowed + noise.unit * lost + noise.smallest + noise.quantum
     return bool((np.abs(pair.y - predicted) <= allowed).all())
