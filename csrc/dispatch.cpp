@@ -355,6 +355,20 @@ class Parameters {
   char *next_;
 };
 
+// The running statistics as the nests read them.
+class GivenStatistics {
+ public:
+  GivenStatistics(const Table &table, Task &task)
+      : scratch_(task.running_mean ? table.given_bytes(&task) : 0) {
+    if (!task.running_mean) return;
+    task.given = scratch_.data();
+    table.give(&task, scratch_.data());
+  }
+
+ private:
+  Scratch scratch_;
+};
+
 constexpr int64_t CHUNKS = 32;
 constexpr int64_t SUMS = 8 << 20;  // bytes that the chunks' sums may need, if eight of them suffice
 
@@ -396,20 +410,6 @@ template <class Body> void share(int64_t part, int64_t parts, int64_t items, con
   const int64_t end = items * (part + 1) / parts;
   for (int64_t i = items * part / parts; i < end; i++) body(i);
 }
-// The running statistics as the nests read them.
-class GivenStatistics {
- public:
-  GivenStatistics(const Table &table, Task &task)
-      : scratch_(task.running_mean ? table.given_bytes(&task) : 0) {
-    if (!task.running_mean) return;
-    task.given = scratch_.data();
-    table.give(&task, scratch_.data());
-  }
-
- private:
-  Scratch scratch_;
-};
-
 // Backwards: what this thread has read last is still in its cache.
 template <class Body>
 void share_back(int64_t part, int64_t parts, int64_t items, const Body &body) {

@@ -498,7 +498,8 @@ PyObject *op_scale_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   const bool weighted = count == 4 && args[0] != Py_None;
   const auto is_wide = [](const Reading &r) { return r.dtype == F32 || r.dtype == F64; };
   if (count != 4 || !api || !all_positive(args, 2) || !read(args[1], var) || !is_wide(var) ||
-      !read(args[3], scale) || scale.dtype != F64 || scale.size != var.size || !read_number(args[2], eps) ||
+      !read(args[3], scale) || scale.dtype != F64 || scale.size != var.size ||
+      !read_number(args[2], eps) ||
       (weighted && (!read(args[0], weight) || !is_wide(weight) || weight.size != var.size)))
     return by_python(python.scale_into, args, count);
   double *const to = (double *)data(scale);
