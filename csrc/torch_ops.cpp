@@ -19,9 +19,9 @@ struct {
   PyObject *prepare;   // (scheme, shape, affine) -> the same, which it puts there
   PyObject *new_stats;  // (x, groups) -> a tensor (3, groups) of the compute type
   PyObject *nothing;    // x -> a tensor without elements
-  PyObject *forward, *backward, *train;  // the operators
+  PyObject *forward, *backward, *behind, *train;  // the operators
   // Those that write into given tensors.
-  PyObject *forward_into, *backward_into, *train_into, *scale_into;
+  PyObject *forward_into, *backward_into, *behind_into, *train_into, *scale_into;
   PyObject *add_forward_into, *add_backward_into;
 } python;
 
@@ -204,11 +204,14 @@ PyObject *new_output(Call &call, PyObject *x) {
   return y;
 }
 
-// op_forward(x, weight, bias, mask, scheme, running_mean=None, running_var=None) -> (y, stats)
+// op_forward(x, weight, bias, mask, scheme, running_mean=None, running_var=None, activation=None)
+// -> (y, stats)
 PyObject *op_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  PyObject *const mean = count > 5 ? args[5] : Py_None, *const var = count > 6 ? args[6] : Py_None;
+  const auto optional = [&](int i) { return count > i ? args[i] : Py_None; };
+  PyObject *const mean = optional(5), *const var = optional(6);
   Call call;
-  if (count < 5 || count > 7 || !call.read(args[0], args[1], args[2], args[3], mean, var, args[4]) ||
+  if (count < 5 || count > 8 || !read_activation(optional(7), call.job.activation) ||
+      !call.read(args[0], args[1], args[2], args[3], mean, var, args[4]) ||
       (call.constant(USES_RUNNING) == Py_True) != (mean != Py_None))
     return by_python(python.forward, args, count);
   call.problem.has_running = mean != Py_None;
@@ -261,14 +264,15 @@ bool all_positive(PyObject *const *args, Py_ssize_t count) {
   return true;
 }
 
-// op_forward_into(x, weight, bias, mask, scheme, running_mean, running_var, y, stats or None) -> None
+// op_forward_into(x, weight, bias, mask, scheme, running_mean, running_var, activation, y, stats or
+// None) -> None
 PyObject *op_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
-  if (count != 9 || !all_positive(args, 7) ||
+  if (count != 10 || !all_positive(args, 7) || !read_activation(args[7], call.job.activation) ||
       !call.read(args[0], args[1], args[2], args[3], args[5], args[6], args[4]) ||
       (call.constant(USES_RUNNING) == Py_True) != (args[5] != Py_None) ||
-      !read_target(call, args[7], call.job.y, &axisnorm::Axis::y) ||
-      (args[8] != Py_None && !call.read_stats(args[8])))
+      !read_target(call, args[8], call.job.y, &axisnorm::Axis::y) ||
+      (args[9] != Py_None && !call.read_stats(args[9])))
     return by_python(python.forward_into, args, count);
   call.problem.has_running = args[5] != Py_None;
   call.problem.has_y = true;
@@ -322,13 +326,15 @@ bool train(Call &call, Running &running, PyObject *moments) {
   return true;
 }
 
-// op_train(x, weight, bias, mask, scheme, running_mean, running_var) -> (y, stats, and running_mean
-// and running_var as they are after this batch)
+// op_train(x, weight, bias, mask, scheme, running_mean, running_var, activation=None) -> (y, stats, and
+// running_mean and running_var as they are after this batch)
 PyObject *op_train(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   Running running = {};
   Task given;
-  if (count != 7 || !read_train(call, running, given, args))
+  if (count < 7 || count > 8 ||
+      !read_activation(count > 7 ? args[7] : Py_None, call.job.activation) ||
+      !read_train(call, running, given, args))
     return by_python(python.train, args, count);
   PyObject *y = new_output(call, args[0]);
   if (!y) return by_python(python.train, args, count);
@@ -345,16 +351,17 @@ PyObject *op_train(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return result;
 }
 
-// op_train_into(x, weight, bias, mask, scheme, running_mean, running_var, y, stats, running_mean_out,
-// running_var_out) -> None
+// op_train_into(x, weight, bias, mask, scheme, running_mean, running_var, activation, y, stats,
+// running_mean_out, running_var_out) -> None
 PyObject *op_train_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   Running running = {};
   Task given;
   Reading mean, var;
-  if (count != 11 || !all_positive(args, 7) || !read_train(call, running, given, args) ||
-      !read_target(call, args[7], call.job.y, &axisnorm::Axis::y) || !call.read_stats(args[8]) ||
-      !read(args[9], mean) || !read(args[10], var) || mean.size != running.channels ||
+  if (count != 12 || !all_positive(args, 7) || !read_activation(args[7], call.job.activation) ||
+      !read_train(call, running, given, args) ||
+      !read_target(call, args[8], call.job.y, &axisnorm::Axis::y) || !call.read_stats(args[9]) ||
+      !read(args[10], mean) || !read(args[11], var) || mean.size != running.channels ||
       var.size != running.channels || mean.dtype != running.mean_dtype ||
       var.dtype != running.var_dtype)
     return by_python(python.train_into, args, count);
@@ -381,7 +388,7 @@ bool read_backward(Call &call, PyObject *const *args) {
       !read(args[0], grad, &strides) || !same_kind(grad, call.x) || !call.read_stats(args[7]))
     return false;
   call.job.grad = data(grad);
-  call.problem.has_grad = call.problem.has_dx = true;
+  call.problem.has_grad = true;
   call.problem.has_running = args[5] != Py_None;
   call.set_strides(strides, &axisnorm::Axis::grad);
   return true;
@@ -393,6 +400,7 @@ PyObject *op_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   Strides strides;
   if (count != 9 || !read_backward(call, args)) return by_python(python.backward, args, count);
+  call.problem.has_dx = true;
   PyObject *results[3] = {};
   results[0] = like(args[1], call.x.size, call.x.dtype, call.job.dx, &strides);
   if (!results[0]) return nullptr;
@@ -436,10 +444,43 @@ PyObject *op_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) 
   if (count != 12 || !all_positive(args, 9) || !read_backward(call, args) ||
       !read_target(call, args[9], call.job.dx, &axisnorm::Axis::dx) ||
       !read_gradient(args[10], args[2], call.job.weight_dtype, call.job.dweight) ||
-      !read_gradient(args[11], args[3], call.job.bias_dtype, call.job.dbias) || !call.make_plan())
+      !read_gradient(args[11], args[3], call.job.bias_dtype, call.job.dbias))
     return by_python(python.backward_into, args, count);
+  call.problem.has_dx = true;
+  if (!call.make_plan()) return by_python(python.backward_into, args, count);
   if (!run([&] { axisnorm::backward(call.plan, call.job, call.task); }, call.x.size))
     return nullptr;
+  Py_RETURN_NONE;
+}
+
+// Reads the arguments of op_behind: those of op_backward and an activation. False: something is
+// unusual.
+bool read_behind(Call &call, PyObject *const *args) {
+  if (!read_backward(call, args) || !read_activation(args[9], call.job.activation)) return false;
+  call.problem.has_y = true;
+  return call.job.activation != NO_ACTIVATION;
+}
+
+// op_behind(grad, x, weight, bias, mask, running_mean, running_var, stats, scheme, activation) -> the
+// gradient of what is activated
+PyObject *op_behind(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Call call;
+  if (count != 10 || !read_behind(call, args)) return by_python(python.behind, args, count);
+  PyObject *behind = new_output(call, args[1]);
+  if (!behind) return by_python(python.behind, args, count);
+  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size))
+    Py_CLEAR(behind);
+  return behind;
+}
+
+// op_behind_into(grad, x, weight, bias, mask, running_mean, running_var, stats, scheme, activation,
+// behind) -> None
+PyObject *op_behind_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  Call call;
+  if (count != 11 || !all_positive(args, 9) || !read_behind(call, args) ||
+      !read_target(call, args[10], call.job.y, &axisnorm::Axis::y) || !call.make_plan())
+    return by_python(python.behind_into, args, count);
+  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -518,9 +559,11 @@ PyObject *connect_ops(PyObject *, PyObject *given) {
                     {"nothing", &python.nothing},
                     {"forward", &python.forward},
                     {"backward", &python.backward},
+                    {"behind", &python.behind},
                     {"train", &python.train},
                     {"forward_into", &python.forward_into},
                     {"backward_into", &python.backward_into},
+                    {"behind_into", &python.behind_into},
                     {"train_into", &python.train_into},
                     {"scale_into", &python.scale_into}}))
     return nullptr;
@@ -533,6 +576,8 @@ PyMethodDef methods[] = {
     {"op_forward", (PyCFunction)(void *)op_forward, METH_FASTCALL, nullptr},
     {"op_train", (PyCFunction)(void *)op_train, METH_FASTCALL, nullptr},
     {"op_backward", (PyCFunction)(void *)op_backward, METH_FASTCALL, nullptr},
+    {"op_behind", (PyCFunction)(void *)op_behind, METH_FASTCALL, nullptr},
+    {"op_behind_into", (PyCFunction)(void *)op_behind_into, METH_FASTCALL, nullptr},
     {"op_forward_into", (PyCFunction)(void *)op_forward_into, METH_FASTCALL, nullptr},
     {"op_train_into", (PyCFunction)(void *)op_train_into, METH_FASTCALL, nullptr},
     {"connect_add_ops", (PyCFunction)connect_add_ops, METH_O, nullptr},

@@ -148,7 +148,8 @@ def test_inductor_calls_below_the_dispatcher(name: str, code: list[str]) -> None
 @needs_direct_calls
 def test_inductor_copies_nothing_to_the_order_of_eager_mode(code: list[str]) -> None:
     """It computes convolutions channels last, and copied to channels first before each norm."""
-    module = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), ann.GroupNorm(2, 8), torch.nn.ReLU())
+    conv = torch.nn.Conv2d(8, 8, 3)
+    module = torch.nn.Sequential(conv, ann.GroupNorm(2, 8), torch.nn.ReLU(), conv)
     run = torch.compile(module, fullgraph=True)
     x = values((2, 8, 6, 6))
     y, wanted = run(x), module(x)
@@ -166,14 +167,15 @@ def test_inductor_without_its_private_functions_calls_the_operators(
     from axisnorm import _torch_inductor
 
     told: list[Any] = []
+    monkeypatch.setattr(torch._inductor.fx_passes.joint_graph, "pass_patterns", told)
     monkeypatch.setattr(
         torch._inductor.lowering, "register_lowering", lambda op, **_: lambda _: told.append(op)
     )
     _torch_inductor.register()
-    assert len(told) == 5
+    assert len(told) == 7
     monkeypatch.setitem(_torch_inductor._NEEDED, torch._inductor.ir, ("what_no_torch_has",))
     _torch_inductor.register()
-    assert len(told) == 5
+    assert len(told) == 7
 
 
 @needs_direct_calls
@@ -192,7 +194,7 @@ def test_norms_by_running_statistics_are_fused(
 
     def norms(x: Tensor) -> tuple[Tensor, ...]:
         return (
-            axisnorm.batch_norm(x, mean, var, weight, bias).relu(),
+            axisnorm.batch_norm(x, mean, var, weight, bias, activation="relu"),
             axisnorm.instance_norm(x, mean, var, use_input_stats=False) * 2,
         )
 
@@ -205,6 +207,111 @@ def test_norms_by_running_statistics_are_fused(
     assert_close(found[0], (wanted * weight + bias).relu())
     assert_close(found[1], wanted * 2)
     assert "op_scale_into" in code[0] and "op_forward_into" not in code[0]
+
+
+@needs_direct_calls
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_norms_by_running_statistics_are_called_where_nothing_is_fused(
+    dynamic: bool, code: list[str]
+) -> None:
+    """In a convolutional network the steps in double took longer than the call."""
+    conv = torch.nn.Conv2d(8, 8, 3)
+    module = torch.nn.Sequential(conv, ann.BatchNorm2d(8), torch.nn.ReLU(), conv).eval()
+    x = values((4, 8, 40, 40))
+    with torch.no_grad():
+        found = torch.compile(module, fullgraph=True, dynamic=dynamic)(x)
+        torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
+        assert "op_forward_into" in code[0] and "op_scale_into" not in code[0]
+        torch.compile(lambda x: module[:3](x) + 1, fullgraph=True, dynamic=dynamic)(x)
+        assert "op_forward_into" not in code[1] and "op_scale_into" in code[1]
+
+
+RELUS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    **{name: MODULES[name] for name in ("LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm2d")},
+    "InstanceNorm1d": MODULES["InstanceNorm1d"],
+    "AddLayerNorm": MODULES["AddLayerNorm"],
+    "BatchNorm by running statistics": (lambda: ann.BatchNorm1d(8).eval(), (4, 8)),
+    "Norm that is rounded before the weight": (
+        lambda: ann.Norm("... [d]; rounding=before_affine", affine="d", sizes={"d": 8}),
+        (4, 8),
+    ),
+}
+
+
+@needs_direct_calls
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RELUS)
+def test_a_relu_behind_a_norm_becomes_its_activation(
+    name: str, dtype: torch.dtype, code: list[str]
+) -> None:
+    make, shape = RELUS[name]
+    norm, relu = make().to(dtype), torch.nn.ReLU(inplace=True)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    start = {key: value.clone() for key, value in norm.state_dict().items()}
+    given = [values(shape, dtype, seed=i) for i in range(2 if name.startswith("Add") else 1)]
+    upstream = values(shape, dtype, seed=7)
+
+    def run(*given: Tensor) -> Tensor:
+        return relu(norm(*given))
+
+    def results(run: Callable[..., Tensor]) -> list[Tensor]:
+        norm.load_state_dict(start)
+        leaves = [t.clone().requires_grad_() for t in given]
+        y = run(*leaves)
+        found = torch.autograd.grad(y, [*leaves, *norm.parameters()], upstream)
+        return [y, *found, *(t.clone() for t in norm.buffers())]
+
+    for one, other in zip(results(torch.compile(run, fullgraph=True)), results(run), strict=True):
+        assert torch.equal(one, other)
+    assert "'relu'" in code[0] or name == "AddLayerNorm"
+    assert "op_behind_into" in code[1]
+    assert "bool" not in code[0] + code[1].replace("bool use_fast_math", "")
+
+
+def test_a_relu_that_is_not_alone_behind_a_norm() -> None:
+    weight = values((8,), seed=1)
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        y = axisnorm.layer_norm(x, (8,), weight)
+        z = axisnorm.layer_norm(x, (8,), weight, activation="silu")
+        clipped = torch.where(torch.relu(x) <= 0, 0, x) + torch.where(y.relu() <= 1, 0, x)
+        return y + y.relu() * (y.relu() <= 0).float(), z.relu(), x.relu(), clipped
+
+    given, wanted = (values((4, 8)).requires_grad_() for _ in range(2))
+    for one, other in zip(torch.compile(run, fullgraph=True)(given), run(wanted), strict=True):
+        torch.testing.assert_close(one, other)
+        one.sum().backward(retain_graph=True)
+        other.sum().backward(retain_graph=True)
+        torch.testing.assert_close(given.grad, wanted.grad)
+
+
+@needs_direct_calls
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
+@pytest.mark.parametrize("norm", ["layer", "group", "batch", "masked"])
+def test_activations_are_applied_in_the_same_pass(
+    activation: str, norm: str, code: list[str]
+) -> None:
+    running = torch.zeros(8), torch.ones(8)
+    mask = values((4, 8, 6), seed=3) > 0
+
+    def run(x: Tensor) -> Tensor:
+        if norm == "layer":
+            return axisnorm.layer_norm(x, (6,), activation=activation)
+        if norm == "group":
+            return axisnorm.group_norm(x, 2, activation=activation)
+        if norm == "batch":
+            return axisnorm.batch_norm(x, *running, training=True, activation=activation)
+        return axisnorm.normalize(x, "n c [l]", mask=mask, activation=activation)
+
+    found = []
+    for call in (torch.compile(run, fullgraph=True), run):
+        x = values((4, 8, 6)).requires_grad_()
+        y = call(x)
+        y.backward(values((4, 8, 6), seed=2))
+        found.append((y, x.grad))
+    assert all(map(torch.equal, *found))
+    assert f"'{activation}'" in code[0] and f"'{activation}'" in code[1]
 
 
 @needs_direct_calls

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import axisnorm
 from axisnorm import Scheme, _torch, _torch_ops, reference
+from axisnorm.reference import ACTIVATIONS
 
 Doors = pytest.mark.parametrize(
     "door",
@@ -437,18 +438,24 @@ def test_operators_in_c_are_those_in_python(case: Case, dtype: torch.dtype) -> N
             (str(scheme.replace(statistics="batch")), (None, None)),
             (str(scheme.replace(statistics="running")), running),
         ):
-            args = (given, *parameters_, None, text, *moments)
-            y, stats = same(ops.norm_fwd(*args), _torch_ops._op_forward(*args))
-            written(ops.norm_fwd_into, args, (y, stats))
-            written(ops.norm_fwd_into, args, (y, stats[:0]))
+            for activation in (None, *ACTIVATIONS):
+                args = (given, *parameters_, None, text, *moments, activation)
+                y, stats = same(ops.norm_fwd(*args), _torch_ops._op_forward(*args))
+                written(ops.norm_fwd_into, args, (y, stats))
+                written(ops.norm_fwd_into, args, (y, stats[:0]))
             back = (grad, given, *parameters_, None, *moments, stats, text)
+            for activation in ACTIVATIONS:
+                args = (*back, activation)
+                behind = same((ops.norm_behind(*args),), (_torch_ops._op_behind(*args),))
+                written(ops.norm_behind_into, args, behind)
             written(
                 ops.norm_bwd_into,
                 back,
                 same(ops.norm_bwd(*back), _torch_ops._op_backward(*back)),
             )
-        train = (given, *parameters_, None, str(scheme.replace(statistics="batch")), *running)
-        if scheme.momentum is not None:
+        for activation in (None, *ACTIVATIONS) if scheme.momentum is not None else ():
+            text = str(scheme.replace(statistics="batch"))
+            train = (given, *parameters_, None, text, *running, activation)
             found = same(ops.norm_train_fwd(*train), _torch_ops._op_train_forward(*train))
             written(ops.norm_train_fwd_into, train, found)
             assert all(map(torch.equal, running, kept))
@@ -462,15 +469,19 @@ def test_operators_that_write_take_what_the_kernels_do_not() -> None:
     for given, valid in ((x, mask), (x[:0], None), (negated, None), (x.t().contiguous().t(), None)):
         y, stats = ops.norm_fwd(given, None, None, valid, text)
         into = torch.full(given.shape, 7.0), torch.full_like(stats, 7)
-        ops.norm_fwd_into(given, None, None, valid, text, None, None, *into)
+        ops.norm_fwd_into(given, None, None, valid, text, None, None, None, *into)
         assert all(map(torch.equal, into, (y, stats)))
         back = (given, given, None, None, valid, None, None, stats, text)
         dx = torch.full(given.shape, 7.0)
+        ops.norm_behind_into(*back, "silu", dx)
+        assert torch.equal(dx, ops.norm_behind(*back, "silu"))
         ops.norm_bwd_into(*back, dx, None, None)
         assert torch.equal(dx, ops.norm_bwd(*back)[0])
         if given is negated:  # as compiled programs call it, below the dispatcher
-            _torch_ops._op_norm_into(given, None, None, None, text, None, None, *into)
+            _torch_ops._op_norm_into(given, None, None, None, text, None, None, None, *into)
             assert torch.equal(into[0], y)
+            _torch_ops._op_norm_behind_into(*back, "silu", into[0])
+            assert torch.equal(into[0], ops.norm_behind(*back, "silu"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -480,9 +491,13 @@ def test_opcheck_of_operators_that_write() -> None:
     y, stats, mean, moved = ops.norm_train_fwd(x, w, None, None, text, w, var)
     into = [torch.empty_like(t) for t in (y, stats, mean, moved)]
     for op, args in (
-        (ops.norm_fwd_into, (x, w, None, None, text, None, None, into[0], None)),
+        (ops.norm_fwd_into, (x, w, None, None, text, None, None, "gelu", into[0], None)),
+        (
+            ops.norm_behind_into,
+            (x, x, w, None, None, None, None, stats, text, "relu", into[0]),
+        ),
         (ops.norm_bwd_into, (x, x, w, None, None, None, None, stats, text, into[0], into[2], None)),
-        (ops.norm_train_fwd_into, (x, w, None, None, text, w, var, *into)),
+        (ops.norm_train_fwd_into, (x, w, None, None, text, w, var, None, *into)),
         (ops.channel_scale_into, (w, var, 1e-5, torch.empty(8, dtype=torch.float64))),
     ):
         torch.library.opcheck(op.default, args)
@@ -510,6 +525,18 @@ def test_operators_refuse_what_does_not_fit() -> None:
         ops.norm_train_fwd(x, None, None, None, "[n] d", torch.zeros(7), torch.ones(7))
     with pytest.raises(axisnorm.ArgumentError, match="running"):
         ops.norm_fwd(x, None, None, None, "[n] d; statistics=running")
+    _, stats = ops.norm_fwd(x, None, None, None, "... [d]")
+    back = (None, None, None, None, None)
+    for run in (
+        lambda: ops.norm_fwd(x, None, None, None, "... [d]", activation="tanh"),
+        lambda: ops.norm_train_fwd(x, None, None, None, "[n] d", x[0], x[1], "tanh"),
+        lambda: ops.norm_behind(x, x, *back, stats, "... [d]", "tanh"),
+    ):
+        with pytest.raises(axisnorm.ArgumentError, match=r"An activation is .* 'tanh' came"):
+            run()
+    for grad, kept in ((x[:2], stats), (x, stats[:, :2])):
+        with pytest.raises(axisnorm.ArgumentError, match="A gradient has the input's shape"):
+            ops.norm_behind(grad, x, *back, kept, "... [d]", "relu")
 
 
 @needs_short_way
@@ -533,16 +560,19 @@ def test_opcheck(case: Case) -> None:
     text = str(case.scheme)
     torch.library.opcheck(ops.norm_fwd.default, (x, weight, bias, None, text))
     torch.library.opcheck(ops.norm_fwd.default, (x, weight, bias, mask, text))
+    torch.library.opcheck(ops.norm_fwd.default, (x, weight, bias, mask, text, None, None, "silu"))
     x, weight, bias = (None if t is None else t.detach() for t in (x, weight, bias))
     _, stats = ops.norm_fwd(x, weight, bias, None, text)
-    torch.library.opcheck(ops.norm_bwd.default, (x, x, weight, bias, None, None, None, stats, text))
+    back = (x, x, weight, bias, None, None, None, stats, text)
+    torch.library.opcheck(ops.norm_bwd.default, back)
+    torch.library.opcheck(ops.norm_behind.default, (*back, "silu"))
     torch.library.opcheck(ops.norm_moments.default, (x, mask, text))
     shape = case.scheme.layout(len(case.shape)).sizes(case.shape).running_shape
     if case.scheme.statistics == "batch" and case.scheme.momentum is not None:
         running = torch.zeros(shape), torch.ones(shape)
         for given in (None, mask):
             torch.library.opcheck(
-                ops.norm_train_fwd.default, (x, weight, bias, given, text, *running)
+                ops.norm_train_fwd.default, (x, weight, bias, given, text, *running, "gelu")
             )
 
 

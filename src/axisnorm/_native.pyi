@@ -195,6 +195,7 @@ def op_forward(
     scheme: str,
     running_mean: Any = None,
     running_var: Any = None,
+    activation: str | None = None,
     /,
 ) -> tuple[Any, Any]: ...
 def connect_add_ops(given: dict[str, Any], /) -> None: ...
@@ -236,12 +237,21 @@ def op_forward_into(
     scheme: str,
     running_mean: Any,
     running_var: Any,
+    activation: str | None,
     y: Any,
     stats: Any,
     /,
 ) -> None: ...
 def op_train(
-    x: Any, weight: Any, bias: Any, mask: Any, scheme: str, running_mean: Any, running_var: Any, /
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    scheme: str,
+    running_mean: Any,
+    running_var: Any,
+    activation: str | None = None,
+    /,
 ) -> tuple[Any, Any, Any, Any]: ...
 def op_train_into(
     x: Any,
@@ -251,6 +261,7 @@ def op_train_into(
     scheme: str,
     running_mean: Any,
     running_var: Any,
+    activation: str | None,
     y: Any,
     stats: Any,
     running_mean_out: Any,
@@ -269,6 +280,33 @@ def op_backward(
     scheme: str,
     /,
 ) -> tuple[Any, Any, Any]: ...
+def op_behind(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    running_mean: Any,
+    running_var: Any,
+    stats: Any,
+    scheme: str,
+    activation: str,
+    /,
+) -> Any: ...
+def op_behind_into(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mask: Any,
+    running_mean: Any,
+    running_var: Any,
+    stats: Any,
+    scheme: str,
+    activation: str,
+    behind: Any,
+    /,
+) -> None: ...
 def op_backward_into(
     grad: Any,
     x: Any,

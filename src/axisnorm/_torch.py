@@ -237,8 +237,11 @@ def normalize(
     if _is_compiling() or is_tracing():
         if out is not None:
             _check_out(inputs, out)
-        y = (exported if _onnx.is_exporting() else _normalize_by_ops)(inputs, scheme)
-        y = activate(y, activation)
+        if _is_compiling() and not torch.compiler.is_exporting():
+            y = _normalize_by_ops(inputs, scheme, activation)
+        else:
+            y = (exported if _onnx.is_exporting() else _normalize_by_ops)(inputs, scheme)
+            y = activate(y, activation)
         return y if out is None else out.copy_(y)
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
@@ -467,21 +470,12 @@ def _gradients(
         found = _reference_backward(grad, inputs, scheme, activation)
     elif compiling or _dispatch_modes() or is_tracing() or not _is_plain(grad, stats, *inputs):
         if activation is not None:
-            z, _ = torch.ops.axisnorm.norm_fwd(*inputs[:4], str(scheme), *inputs[4:])
-            grad = _behind(z, grad, activation)
+            grad = torch.ops.axisnorm.norm_behind(grad, *inputs, stats, str(scheme), activation)
         found = torch.ops.axisnorm.norm_bwd(grad, *inputs, stats, str(scheme))
     else:
         return _backward(grad, inputs, stats, scheme, needs, activation)
     dx, dweight, dbias = (g if need else None for g, need in zip(found, needs, strict=False))
     return dx, dweight, dbias
-
-
-def _behind(z: Tensor, grad: Tensor, activation: str) -> Tensor:
-    """The gradient of z for that of the activation of z, by torch's own operators."""
-    aten = torch.ops.aten
-    if activation == "relu":
-        return aten.threshold_backward(grad, z, 0)
-    return (aten.silu_backward if activation == "silu" else aten.gelu_backward)(grad, z)
 
 
 def _reference_backward(
@@ -555,11 +549,7 @@ def _backward(
     x = inputs.x
     sizes = _sizes(x, scheme)
     _check_memory(grad, stats, *inputs)
-    if grad.shape != x.shape or stats.numel() != 3 * sizes.num_groups:
-        raise ArgumentError(
-            f"A gradient has the input's shape {tuple(x.shape)}. {tuple(grad.shape)} came. "
-            "The input was changed since the forward pass: leave it alone until backward."
-        )
+    _check_saved(grad, x, stats, sizes)
     if _route_of(inputs, sizes).engine == "native":
         if activation is not None:
             grad = _native_behind(grad, inputs, sizes, stats, activation)
@@ -570,6 +560,14 @@ def _backward(
         dweight if needs[1] else None,
         dbias if needs[2] else None,
     )
+
+
+def _check_saved(grad: Tensor, x: Tensor, stats: Tensor, sizes: Sizes) -> None:
+    if grad.shape != x.shape or stats.numel() != 3 * sizes.num_groups:
+        raise ArgumentError(
+            f"A gradient has the input's shape {tuple(x.shape)}. {tuple(grad.shape)} came. "
+            "The input was changed since the forward pass: leave it alone until backward."
+        )
 
 
 def _moments(x: Tensor, mask: Tensor | None, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
@@ -918,15 +916,18 @@ def _uses_running(text: str) -> bool:
     return as_scheme(text).statistics == "running"
 
 
-def _normalize_by_ops(inputs: Inputs, scheme: Scheme | str) -> Tensor:
+def _normalize_by_ops(
+    inputs: Inputs, scheme: Scheme | str, activation: str | None = None
+) -> Tensor:
     ops = torch.ops.axisnorm
     x, weight, bias, mask, running_mean, running_var = inputs
     text = _text(scheme)
     if running_mean is None or running_var is None:
-        return ops.norm_fwd(x, weight, bias, mask, text)[0]
+        return ops.norm_fwd(x, weight, bias, mask, text, activation=activation)[0]
+    running = (running_mean, running_var)
     if _uses_running(text):
-        return ops.norm_fwd(x, weight, bias, mask, text, running_mean, running_var)[0]
-    y, _, mean, var = ops.norm_train_fwd(x, weight, bias, mask, text, running_mean, running_var)
+        return ops.norm_fwd(x, weight, bias, mask, text, *running, activation)[0]
+    y, _, mean, var = ops.norm_train_fwd(x, weight, bias, mask, text, *running, activation)
     if not _is_compiling() and _transforms() and not _functionalizes():
         _Move.apply(running_mean, running_var, mean, var)
         return y

@@ -54,7 +54,7 @@ def layer_norm(
     axes = _trailing(x, normalized_shape)
     if axes is None:
         return None
-    return activate(_norm(x, weight, bias, None, f"{axes}eps={float(eps)!r}")[0], activation)
+    return _activated_norm(x, weight, bias, f"{axes}eps={float(eps)!r}", activation)
 
 
 def rms_norm(
@@ -70,7 +70,7 @@ def rms_norm(
     if not _is_known(activation):
         return None
     text = _rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
-    return None if text is None else activate(_norm(x, weight, None, None, text)[0], activation)
+    return None if text is None else _activated_norm(x, weight, None, text, activation)
 
 
 def _rms_text(
@@ -157,20 +157,42 @@ def channel_norm(
     if batch is True and kind == _route.BATCH and x.numel() == x.shape[1]:
         return None  # an error
     if running_mean is None and running_var is None and batch is True:
-        return activate(_norm(x, weight, bias, None, text)[0], activation)
+        return _activated_norm(x, weight, bias, text, activation)
     if not isinstance(running_mean, Tensor) or not isinstance(running_var, Tensor):
         return None
     if batch is False:
         text = f"{text}; statistics=running"
-        y = _norm(x, weight, bias, None, text, running_mean, running_var)[0]
-        return activate(y, activation)
+        return _activated_norm(x, weight, bias, text, activation, running_mean, running_var)
     if batch is not True or not isinstance(momentum, float) or not -1e300 < momentum < 1e300:
         return None
     text = f"{text}; momentum={float(momentum)!r}"
-    y, _, mean, var = _train(x, weight, bias, None, text, running_mean, running_var)
+    fused, behind = _split(activation)
+    y, _, mean, var = _train(x, weight, bias, None, text, running_mean, running_var, fused)
     running_mean.copy_(mean)
     running_var.copy_(var)
-    return activate(y, activation)
+    return activate(y, behind)
+
+
+def _activated_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    text: str,
+    activation: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+) -> Tensor:
+    fused, behind = _split(activation)
+    y = _norm(x, weight, bias, None, text, running_mean, running_var, fused)[0]
+    return activate(y, behind)
+
+
+def _split(activation: Any) -> tuple[Any, Any]:
+    """What the operator applies, and what stands behind it.
+
+    In a program that is exported an activation is torch's, which every reader of it knows.
+    """
+    return (None, activation) if torch.compiler.is_exporting() else (activation, None)
 
 
 def _is_known(activation: Any) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import operator
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,12 @@ from typing import Any
 
 import torch
 from torch._inductor import codecache, ir, lowering
+from torch._inductor.fx_passes import joint_graph
+from torch._inductor.pattern_matcher import PatternMatcherPass
 from torch._inductor.virtualized import V
 
 from . import _build
+from ._torch_fusing import join_activations
 from .scheme import Scheme, as_scheme
 
 __all__ = ["mark_keys", "register"]
@@ -32,6 +36,7 @@ _NEEDED = {
          "get_stride_order", "ir_node_to_tensor", "is_storage_and_layout"),
     ir.FallbackKernel: ("codegen", "create", "realize_input", "require_stride_order",
                         "tensor_to_layout"),
+    joint_graph: ("pass_patterns",),
     lowering: ("fallback_handler", "lowerings", "register_lowering", "to_dtype"),
 }  # fmt: skip
 
@@ -39,6 +44,7 @@ _ops = torch.ops.axisnorm
 _CALLED: dict[Any, str] = {
     _ops.norm_fwd_into.default: "op_forward_into",
     _ops.norm_bwd_into.default: "op_backward_into",
+    _ops.norm_behind_into.default: "op_behind_into",
     _ops.norm_train_fwd_into.default: "op_train_into",
     _ops.channel_scale_into.default: "op_scale_into",
     _ops.add_norm_fwd_into.default: "op_add_forward_into",
@@ -67,16 +73,49 @@ def _forward(
     scheme: str,
     running_mean: Any = None,
     running_var: Any = None,
+    activation: str | None = None,
 ) -> tuple[Any, ...]:
-    if running_mean is not None and mask is None and not _is_read(1):
-        y = _by_running_statistics(x, weight, bias, as_scheme(scheme), running_mean, running_var)
+    if running_mean is not None and mask is None and not (_is_read(1) or _stands_alone(x)):
+        y = _by_running_statistics(
+            x, weight, bias, as_scheme(scheme), running_mean, running_var, activation
+        )
         if y is not None:
             return y, None
     x, layout = _realized(x)
     y, stats = _new(layout), _like_output(1)
-    given = (x, weight, bias, mask, scheme, running_mean, running_var)
+    given = (x, weight, bias, mask, scheme, running_mean, running_var, activation)
     _Call.create(_ops.norm_fwd_into.default, *given, y, stats)
     return y, stats
+
+
+_ALONE = 1 << 14
+"""From so many elements on a call is faster than steps in double, if nothing is fused with them."""
+
+_CALLED_LIBRARIES = ("axisnorm", "mkl", "mkldnn", "onednn", "quantized")
+_CALLED_OPERATORS = (
+    *(getattr(torch.ops.aten, name).default for name in ("addmm", "baddbmm", "bmm", "mm")),
+    torch.ops.aten.convolution.default,
+)
+
+
+def _stands_alone(x: Any) -> bool:
+    """Whether Inductor has nothing that it could fuse with the norm of ``x`` being lowered."""
+    sizes = x.get_size()
+    if all(size.is_number for size in sizes) and math.prod(map(int, sizes)) < _ALONE:
+        return False
+    norm = V.graph.current_node
+    readers = (reader for y in norm.users for reader in y.users)
+    return _is_call(norm.args[0]) and all(map(_is_call, readers))
+
+
+def _is_call(node: Any) -> bool:
+    if node.target is operator.getitem:
+        node = node.args[0]
+    return (
+        node.op != "call_function"
+        or node.target in _CALLED_OPERATORS
+        or getattr(node.target, "namespace", None) in _CALLED_LIBRARIES
+    )
 
 
 _BY_RUNNING_STATISTICS = {
@@ -85,7 +124,13 @@ _BY_RUNNING_STATISTICS = {
 
 
 def _by_running_statistics(
-    x: Any, weight: Any, bias: Any, scheme: Scheme, running_mean: Any, running_var: Any
+    x: Any,
+    weight: Any,
+    bias: Any,
+    scheme: Scheme,
+    running_mean: Any,
+    running_var: Any,
+    activation: str | None,
 ) -> Any:
     """Steps that Inductor fuses with what stands around the norm; None: no such norm.
 
@@ -96,6 +141,7 @@ def _by_running_statistics(
         scheme.eps is None
         or scheme.replace(eps=1e-5) not in _BY_RUNNING_STATISTICS
         or x.get_dtype() == torch.float64
+        or activation not in (None, "relu")
     ):
         return None
     aten = torch.ops.aten
@@ -114,22 +160,37 @@ def _by_running_statistics(
 
     y = subtract(lowering.to_dtype(x, torch.float64), along(running_mean))
     y = multiply(y, along(scale))
-    return lowering.to_dtype(y if bias is None else add(y, along(bias)), x.get_dtype())
+    y = y if bias is None else add(y, along(bias))
+    if activation is not None:
+        y = lowering.lowerings[aten.relu.default](y)
+    return lowering.to_dtype(y, x.get_dtype())
 
 
-def _train_forward(x: Any, *others: Any) -> tuple[Any, ...]:
+def _train_forward(x: Any, *others: Any, activation: str | None = None) -> tuple[Any, ...]:
     x, layout = _realized(x)
+    given = (*others, activation) if len(others) == 6 else others
     outputs = (_new(layout), *(_like_output(i, always=True) for i in (1, 2, 3)))
-    _Call.create(_ops.norm_train_fwd_into.default, x, *others, *outputs)
+    _Call.create(_ops.norm_train_fwd_into.default, x, *given, *outputs)
     return outputs
+
+
+def _behind(grad: Any, x: Any, *others: Any) -> Any:
+    x, layout = _realized(x)
+    behind = _new(layout)
+    _Call.create(_ops.norm_behind_into.default, _ordered(grad, layout), x, *others, behind)
+    return behind
+
+
+def _ordered(grad: Any, layout: Any) -> Any:
+    """The kernels go through all tensors in one order."""
+    if not all(isinstance(step, int) for step in layout.stride):
+        return grad
+    return ir.FallbackKernel.require_stride_order(grad, ir.get_stride_order(layout.stride))
 
 
 def _backward(grad: Any, x: Any, *others: Any) -> tuple[Any, ...]:
     x, layout = _realized(x)
-    if all(isinstance(step, int) for step in layout.stride):
-        # The kernels go through all tensors in one order.
-        order = ir.get_stride_order(layout.stride)
-        grad = ir.FallbackKernel.require_stride_order(grad, order)
+    grad = _ordered(grad, layout)
     outputs = (_new(layout), *(_like_output(i) for i in (1, 2)))
     _Call.create(_ops.norm_bwd_into.default, grad, x, *others, *outputs)
     return outputs
@@ -187,7 +248,8 @@ def _lowered(op: Any, lower: Callable[..., Any]) -> Callable[..., Any]:
     by_operator = lowering.fallback_handler(op, add_to_fallback_set=False)
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        device = V.graph.current_node.meta["val"][0].device
+        value = V.graph.current_node.meta["val"]
+        device = (value[0] if isinstance(value, tuple) else value).device
         direct = device.type == "cpu" and not V.graph.cpp_wrapper
         return (lower if direct else by_operator)(*args, **kwargs)
 
@@ -232,6 +294,13 @@ def mark_keys() -> None:
     details.__init__ = collect_with_fingerprint  # type: ignore[method-assign]
 
 
+class _Joined(PatternMatcherPass):
+    """A pass over graphs of forward and backward."""
+
+    def apply(self, gm: Any) -> int:
+        return join_activations(gm if isinstance(gm, torch.fx.Graph) else gm.graph)
+
+
 def register() -> None:
     """Tell Inductor."""
     if not all(hasattr(owner, name) for owner, names in _NEEDED.items() for name in names):
@@ -239,8 +308,10 @@ def register() -> None:
     for op, lower in (
         (_ops.norm_fwd.default, _forward),
         (_ops.norm_bwd.default, _backward),
+        (_ops.norm_behind.default, _behind),
         (_ops.norm_train_fwd.default, _train_forward),
         (_ops.add_norm_fwd.default, _add_forward),
         (_ops.add_norm_bwd.default, _add_backward),
     ):
         lowering.register_lowering(op, type_promotion_kind=None)(_lowered(op, lower))
+    joint_graph.pass_patterns.append(_Joined())

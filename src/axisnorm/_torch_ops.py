@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import _route, _torch
-from .reference import Inputs
-from .scheme import as_scheme
+from . import _route, _torch, reference
+from .reference import Inputs, checked_activation
+from .scheme import Scheme, as_scheme
 
 __all__ = ["TAGS", "Rules", "into", "register", "short_normalize", "tell_inductor"]
 
@@ -28,20 +28,27 @@ _library = torch.library.Library("axisnorm", "DEF")
 _INPUTS = "Tensor x, Tensor? weight, Tensor? bias, Tensor? mask"
 _RUNNING = "Tensor? running_mean, Tensor? running_var"
 for _schema in (
-    f"norm_fwd({_INPUTS}, str scheme, Tensor? running_mean=None, Tensor? running_var=None)"
-    " -> (Tensor y, Tensor stats)",
+    f"norm_fwd({_INPUTS}, str scheme, Tensor? running_mean=None, Tensor? running_var=None,"
+    " str? activation=None) -> (Tensor y, Tensor stats)",
+    # The gradient of what the activation is applied to.
+    f"norm_behind(Tensor grad, {_INPUTS}, {_RUNNING}, Tensor stats, str scheme, str activation)"
+    " -> Tensor",
     f"norm_bwd(Tensor grad, {_INPUTS}, {_RUNNING}, Tensor stats, str scheme)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     "norm_moments(Tensor x, Tensor? mask, str scheme) -> (Tensor mean, Tensor var, Tensor rstd)",
-    f"norm_train_fwd({_INPUTS}, str scheme, Tensor running_mean, Tensor running_var)"
+    f"norm_train_fwd({_INPUTS}, str scheme, Tensor running_mean, Tensor running_var,"
+    " str? activation=None)"
     " -> (Tensor y, Tensor stats, Tensor running_mean_out, Tensor running_var_out)",
     # The same, into tensors that are there.
-    f"norm_fwd_into({_INPUTS}, str scheme, {_RUNNING}, Tensor(a!) y, Tensor(b!)? stats) -> ()",
+    f"norm_fwd_into({_INPUTS}, str scheme, {_RUNNING}, str? activation, Tensor(a!) y,"
+    " Tensor(b!)? stats) -> ()",
+    f"norm_behind_into(Tensor grad, {_INPUTS}, {_RUNNING}, Tensor stats, str scheme,"
+    " str activation, Tensor(a!) behind) -> ()",
     f"norm_bwd_into(Tensor grad, {_INPUTS}, {_RUNNING}, Tensor stats, str scheme, Tensor(a!) dx,"
     " Tensor(b!)? dweight, Tensor(c!)? dbias) -> ()",
     f"norm_train_fwd_into({_INPUTS}, str scheme, Tensor running_mean, Tensor running_var,"
-    " Tensor(a!) y, Tensor(b!) stats, Tensor(c!) running_mean_out, Tensor(d!) running_var_out)"
-    " -> ()",
+    " str? activation, Tensor(a!) y, Tensor(b!) stats, Tensor(c!) running_mean_out,"
+    " Tensor(d!) running_var_out) -> ()",
     "channel_scale_into(Tensor? weight, Tensor var, float eps, Tensor(a!) scale) -> ()",
 ):
     _library.define(_schema, tags=TAGS)
@@ -55,10 +62,12 @@ def _op_forward(
     scheme: str,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
     _torch._check(inputs, as_scheme(scheme))
-    y, stats = _torch._forward(inputs, as_scheme(scheme))
+    checked_activation(activation)
+    y, stats = _torch._forward(inputs, as_scheme(scheme), activation=activation)
     if running_mean is not None:
         stats.zero_()  # not written, and what an op gives is the same in every call
     return y, stats
@@ -86,8 +95,10 @@ def _fake_forward(
     scheme: str,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     tell_inductor()
+    checked_activation(activation)
     inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
     sizes = _torch._check(inputs, as_scheme(scheme))
     return torch.empty_like(x), x.new_empty((3, sizes.num_groups), dtype=_torch._compute_type(x))
@@ -118,6 +129,64 @@ def _fake_backward(
         for p in (weight, bias)
     )
     return torch.empty_like(x), dweight, dbias
+
+
+def _op_behind(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    stats: Tensor,
+    scheme: str,
+    activation: str,
+) -> Tensor:
+    inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
+    meaning = as_scheme(scheme)
+    sizes = _torch._check(inputs, meaning)
+    checked_activation(activation)
+    _torch._check_memory(grad, stats, *inputs)
+    _torch._check_saved(grad, x, stats, sizes)
+    if _torch._route_of(inputs, sizes).engine == "native":
+        return _torch._native_behind(grad, inputs, sizes, stats, activation)
+    return torch.empty_like(x).copy_(_reference_behind(grad, inputs, meaning, activation))
+
+
+def _fake_behind(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _behind_by_reference(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    _stats: Tensor,
+    scheme: str,
+    activation: str,
+) -> Tensor:
+    inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
+    return _reference_behind(grad, inputs, as_scheme(scheme), activation)
+
+
+def _reference_behind(grad: Tensor, inputs: Inputs, scheme: Scheme, activation: str) -> Tensor:
+    x, weight, bias, mask, running_mean, running_var = inputs
+    return reference.behind(
+        grad,
+        x,
+        scheme,
+        weight,
+        bias,
+        mask=mask,
+        running_mean=running_mean,
+        running_var=running_var,
+        activation=activation,
+    )
 
 
 def into(kernel: Callable[..., tuple[Tensor, ...]], count: int) -> Callable[..., None]:
@@ -161,12 +230,15 @@ def _op_train_forward(
     scheme: str,
     running_mean: Tensor,
     running_var: Tensor,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     moved = running_mean.clone(), running_var.clone()
     inputs, meaning = Inputs(x, weight, bias, mask, *moved), as_scheme(scheme)
     _torch._check(inputs, meaning)
+    checked_activation(activation)
     found: list[_torch.Statistics] = []
-    y, stats = _torch._forward(inputs._replace(running_mean=None, running_var=None), meaning, found)
+    used = inputs._replace(running_mean=None, running_var=None)
+    y, stats = _torch._forward(used, meaning, found, activation=activation)
     _torch._move(inputs, meaning, found[0])
     return y, stats, *moved
 
@@ -179,8 +251,9 @@ def _fake_train_forward(
     scheme: str,
     running_mean: Tensor,
     running_var: Tensor,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, stats = _fake_forward(x, weight, bias, mask, scheme, running_mean, running_var)
+    y, stats = _fake_forward(x, weight, bias, mask, scheme, running_mean, running_var, activation)
     return y, stats, torch.empty_like(running_mean), torch.empty_like(running_var)
 
 
@@ -192,9 +265,10 @@ def _forward_by_reference(
     scheme: str,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
-    y, moments = _torch._differentiable(inputs, as_scheme(scheme))
+    y, moments = _torch._differentiable(inputs, as_scheme(scheme), activation)
     return y, _torch._narrowed(moments, _torch._compute_type(x))
 
 
@@ -223,21 +297,22 @@ def _train_by_reference(
     scheme: str,
     running_mean: Tensor,
     running_var: Tensor,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     meaning = as_scheme(scheme)
-    y, moments = _torch._differentiable(Inputs(x, weight, bias, mask), meaning)
+    y, moments = _torch._differentiable(Inputs(x, weight, bias, mask), meaning, activation)
     moved = _torch._moved(Inputs(x, None, None, mask, running_mean, running_var), meaning, moments)
     return y, _torch._narrowed(moments, _torch._compute_type(x)), *moved
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, mask, ctx.scheme, *running = inputs
+    x, weight, bias, mask, ctx.scheme, *running, ctx.activation = inputs
     ctx.save_for_backward(x, weight, bias, mask, *running, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _keep_for_train_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, mask, ctx.scheme, _, _ = inputs
+    x, weight, bias, mask, ctx.scheme, _, _, ctx.activation = inputs
     _, *others = output
     ctx.save_for_backward(x, weight, bias, mask, None, None, others[0])
     ctx.mark_non_differentiable(*others)
@@ -246,8 +321,9 @@ def _keep_for_train_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Te
 def _op_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, stats = ctx.saved_tensors
     scheme = as_scheme(ctx.scheme)
-    found = _torch._gradients(grad, Inputs(*inputs), stats, scheme, ctx.needs_input_grad)
-    return (*found, *[None] * 4)
+    needs = ctx.needs_input_grad
+    found = _torch._gradients(grad, Inputs(*inputs), stats, scheme, needs, ctx.activation)
+    return (*found, *[None] * 5)
 
 
 def _keep_for_moments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -327,7 +403,7 @@ def _autograd_kernel(name: str, rules: Rules, gradients: Callable[..., Any]) -> 
         if (
             _torch._transforms()
             or forward_ad._current_level >= 0
-            or _torch._needs_grad(*inputs[differentiable:])
+            or _torch._needs_grad(*(t for t in inputs[differentiable:] if isinstance(t, Tensor)))
         ):
             return rules.by_reference(*inputs)
         if _torch._grad_enabled() and any(
@@ -379,8 +455,10 @@ def _new_stats(x: Tensor, groups: int) -> Tensor:
 _op_norm: Callable[..., Any] = _op_forward
 _op_train: Callable[..., Any] = _op_train_forward
 _op_norm_backward: Callable[..., Any] = _op_backward
+_op_norm_behind: Callable[..., Any] = _op_behind
 _op_norm_into = into(_op_forward, 2)
 _op_norm_backward_into = into(_op_backward, 3)
+_op_norm_behind_into = into(lambda *args: (_op_behind(*args),), 1)
 _op_train_into = into(_op_train_forward, 4)
 _op_channel_scale: Callable[..., Any] = _op_scale_into
 short_normalize: Callable[..., Any] = _torch._nothing
@@ -394,9 +472,11 @@ if _torch._is_connected:
             "nothing": lambda x: x.new_empty(0),
             "forward": _op_forward,
             "backward": _op_backward,
+            "behind": _op_behind,
             "train": _op_train_forward,
             "forward_into": _op_norm_into,
             "backward_into": _op_norm_backward_into,
+            "behind_into": _op_norm_behind_into,
             "train_into": _op_train_into,
             "scale_into": _op_scale_into,
         }
@@ -404,8 +484,10 @@ if _torch._is_connected:
     short_normalize = _torch._native.short_normalize
     _op_norm, _op_train = _torch._native.op_forward, _torch._native.op_train
     _op_norm_backward = _torch._native.op_backward
+    _op_norm_behind = _torch._native.op_behind
     _op_norm_into = _torch._native.op_forward_into
     _op_norm_backward_into = _torch._native.op_backward_into
+    _op_norm_behind_into = _torch._native.op_behind_into
     _op_train_into = _torch._native.op_train_into
     _op_channel_scale = _torch._native.op_scale_into
 
@@ -419,6 +501,7 @@ for _name, _rules in {
         differentiable=5,
     ),
     "norm_bwd": Rules(_op_norm_backward, _fake_backward, _backward_by_reference),
+    "norm_behind": Rules(_op_norm_behind, _fake_behind, _behind_by_reference),
     "norm_moments": Rules(
         _op_moments,
         _fake_moments,
@@ -440,6 +523,7 @@ for _name, _rules in {
 for _name, _kernel in {
     "norm_fwd_into": _op_norm_into,
     "norm_bwd_into": _op_norm_backward_into,
+    "norm_behind_into": _op_norm_behind_into,
     "norm_train_fwd_into": _op_train_into,
     "channel_scale_into": _op_channel_scale,
 }.items():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import (
     _onnx,
+    _torch,
     _torch_residual,  # noqa: F401  # it defines the last of the operators
 )
 from .reference import Inputs
@@ -51,11 +52,13 @@ def _norm(
     scheme: str,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
     meaning = as_scheme(scheme)
     mean, _, rstd = (t.flatten() for t in _onnx.moments(x, meaning, mask))
-    return _onnx.normalize(inputs, meaning), torch.stack([mean, torch.zeros_like(mean), rstd])
+    y = _torch.activate(_onnx.normalize(inputs, meaning), activation)
+    return y, torch.stack([mean, torch.zeros_like(mean), rstd])
 
 
 def _moments(x: Tensor, mask: Tensor | None, scheme: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,8 +73,9 @@ def _train(
     scheme: str,
     running_mean: Tensor,
     running_var: Tensor,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, stats = _norm(x, weight, bias, mask, scheme)
+    y, stats = _norm(x, weight, bias, mask, scheme, activation=activation)
     inputs = Inputs(x, None, None, mask, running_mean, running_var)
     return y, stats, *_onnx.moved(inputs, as_scheme(scheme))
 

@@ -22,6 +22,7 @@ __all__ = [
     "Moments",
     "activated",
     "backward",
+    "behind",
     "checked_activation",
     "derivative",
     "dropout",
@@ -127,11 +128,7 @@ def backward(
     """
     work = _Work(x, scheme, mask, running_mean, running_var)
     xp = work.xp
-    g = work.wide(grad).reshape(work.expanded)
-    if activation is not None:
-        g = g * derivative(work.affine(work.rounded(work.xhat), weight, bias), activation)
-    if work.valid is not None:
-        g = xp.where(work.valid, g, 0.0)
+    g = work.behind(grad, weight, bias, activation)
     dweight = dbias = None
     if bias is not None:
         dbias = _cast(work.sum_to_affine(g).reshape(bias.shape), bias.dtype)
@@ -149,6 +146,28 @@ def backward(
     if work.valid is not None:
         dx = xp.where(work.valid, dx, 0.0)
     return _cast(dx.reshape(x.shape), x.dtype), dweight, dbias
+
+
+def behind(
+    grad: Array,
+    x: Array,
+    scheme: Scheme,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    *,
+    mask: Array | None = None,
+    running_mean: Array | None = None,
+    running_var: Array | None = None,
+    activation: str | None = None,
+) -> Array:
+    """The gradient of what the activation is applied to, for the gradient of the output.
+
+    >>> x = np.array([[1.0, 2.0, 4.0, 1.0]])
+    >>> behind(np.ones((1, 4)), x, Scheme.layer_norm(), activation="relu").tolist()
+    [[0.0, 0.0, 1.0, 0.0]]
+    """
+    work = _Work(x, scheme, mask, running_mean, running_var)
+    return _cast(work.behind(grad, weight, bias, activation).reshape(x.shape), x.dtype)
 
 
 def checked_activation(name: Any) -> str | None:
@@ -501,6 +520,14 @@ class _Work:
         if bias is not None:
             xhat = xhat + self.wide(bias).reshape(self.sizes.affine_expanded)
         return xhat
+
+    def behind(
+        self, grad: Array, weight: Array | None, bias: Array | None, activation: str | None
+    ) -> Array:
+        g = self.wide(grad).reshape(self.expanded)
+        if activation is not None:
+            g = g * derivative(self.affine(self.rounded(self.xhat), weight, bias), activation)
+        return self.masked(g)
 
     def masked(self, values: Array) -> Array:
         return values if self.valid is None else self.xp.where(self.valid, values, 0.0)

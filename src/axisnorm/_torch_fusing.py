@@ -1,0 +1,100 @@
+"""A relu behind a norm becomes its activation in the graphs that Inductor compiles.
+
+In backward the norm is computed again to know where the relu was zero: Inductor would keep a bool
+for each element, which it writes and reads slowly.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+__all__ = ["join_activations"]
+
+_ops = torch.ops.axisnorm
+_aten = torch.ops.aten
+_NORM, _TRAIN = _ops.norm_fwd.default, _ops.norm_train_fwd.default
+_SUM = _ops.add_norm_fwd.default
+
+
+def join_activations(graph: Graph) -> int:
+    """Change a graph of forward and, where there is one, backward; how much was changed."""
+    changed = 0
+    for relu in graph.find_nodes(op="call_function", target=_aten.relu.default):
+        y = relu.args[0]
+        if _is_output(y, 0) and y.args[0].target in (_NORM, _TRAIN, _SUM) and _is_on_cpu(y):
+            changed += _join_backward(relu, y.args[0]) + _join_forward(relu, y)
+    return changed
+
+
+def _join_forward(relu: Node, y: Node) -> int:
+    norm: Any = y.args[0]
+    given = (*norm.args, None, None, None)[:8]
+    if norm.target is _SUM or norm.kwargs or given[7] is not None or len(y.users) > 1:
+        return 0
+    norm.args = (*given[:7], "relu")
+    relu.replace_all_uses_with(y)
+    relu.graph.erase_node(relu)
+    return 1
+
+
+def _join_backward(relu: Node, norm: Any) -> int:
+    """The backward of relu is where(relu <= 0, 0, grad)."""
+    changed = 0
+    for compared in list(relu.users):
+        if compared.target is not _aten.le.Scalar or compared.args[1] != 0:
+            continue
+        for where in list(compared.users):
+            if where.target is _aten.where.self and where.args[0] is compared:
+                changed += _is_zero(where.args[1]) and _replace(where, norm)
+        if not compared.users:
+            relu.graph.erase_node(compared)
+    return changed
+
+
+def _replace(where: Node, norm: Any) -> int:
+    grad: Any = where.args[2]
+    outputs = {user.args[1]: user for user in norm.users if _is_output(user)}
+    if norm.target is _SUM:
+        _, _, weight, bias, _, _, scheme = norm.args
+        x, stats = outputs.get(1), outputs.get(2)
+        given = (x, weight, bias, None, None, None)
+    else:
+        x, weight, bias, mask, scheme, *others = norm.args
+        stats = outputs.get(1)
+        running = others[:2] if norm.target is _NORM and others else (None, None)
+        given = (x, weight, bias, mask, *running)
+    if x is None or stats is None or grad.meta["val"].shape != where.meta["val"].shape:
+        return 0  # no backward of this norm
+    graph = where.graph
+    with graph.inserting_before(where):
+        args = (grad, *given, stats, scheme, "relu")
+        behind = graph.call_function(_ops.norm_behind.default, args)
+    behind.meta.update(where.meta)
+    where.replace_all_uses_with(behind)
+    graph.erase_node(where)
+    return 1
+
+
+def _is_output(node: Any, index: int | None = None) -> bool:
+    return (
+        isinstance(node, Node)
+        and node.target is operator.getitem
+        and isinstance(node.args[0], Node)
+        and index in (None, node.args[1])
+    )
+
+
+def _is_on_cpu(node: Node) -> bool:
+    return bool(node.meta["val"].device.type == "cpu")
+
+
+def _is_zero(node: Any) -> bool:
+    """Whether this is a tensor of zeros."""
+    if not isinstance(node, Node) or node.kwargs.get("dtype") == torch.bool:
+        return False
+    filled = {_aten.scalar_tensor.default: 0, _aten.full.default: 1}
+    return node.target in filled and bool(node.args[filled[node.target]] == 0)
