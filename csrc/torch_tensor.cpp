@@ -1,6 +1,7 @@
 #include "torch_tensor.h"
 
 #include <math.h>
+#include <string.h>
 
 namespace torch_door {
 
@@ -11,6 +12,8 @@ namespace {
 
 PyObject *large_empty_like;
 int64_t large;  // bytes from which large_empty_like allocates
+PyObject *empty_strided;  // (sizes, strides, dtype) -> a tensor, in half of the time; or None
+PyObject *dtypes;         // torch's, by their numbers here
 
 // Who may be watching: functions without arguments that return a number or a bool,
 // torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
@@ -95,6 +98,8 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
                       {"empty_like", &empty_like},
                       {"large_empty_like", &large_empty_like},
                       {"large", &least},
+                      {"empty_strided", &empty_strided},
+                      {"dtypes", &dtypes},
                       {"dispatch_modes", &watch.dispatch_modes},
                       {"function_mode", &watch.function_mode},
                       {"transforms", &watch.transforms},
@@ -185,10 +190,80 @@ bool read_number(PyObject *object, double &value) {
   return isfinite(value);
 }
 
+namespace {
+
+PyObject *tuple_of(const int64_t *numbers, int count) {
+  PyObject *tuple = PyTuple_New(count);
+  for (int i = 0; tuple && i < count; i++) {
+    PyObject *number = PyLong_FromLongLong(numbers[i]);
+    if (!number || PyTuple_SetItem(tuple, i, number)) Py_CLEAR(tuple);
+  }
+  return tuple;
+}
+
+// The sizes and strides of a tensor as tuples, kept for the next one.
+class KeptLayout {
+ public:
+  static constexpr int MOST = 6;  // axes
+  PyObject *sizes = nullptr, *strides = nullptr;
+
+  // False: an exception is set.
+  bool become(const dltensor &t) {
+    if (ndim == t.ndim && !memcmp(shape, t.shape, bytes(t)) && !memcmp(steps, t.strides, bytes(t)))
+      return true;
+    Py_CLEAR(sizes);
+    Py_CLEAR(strides);
+    ndim = -1;
+    if (!(sizes = tuple_of(t.shape, t.ndim)) || !(strides = tuple_of(t.strides, t.ndim)))
+      return false;
+    memcpy(shape, t.shape, bytes(t));
+    memcpy(steps, t.strides, bytes(t));
+    ndim = t.ndim;
+    return true;
+  }
+
+ private:
+  int ndim = -1;
+  int64_t shape[MOST], steps[MOST];
+
+  static size_t bytes(const dltensor &t) { return (size_t)t.ndim * sizeof(int64_t); }
+} kept_layouts[16];
+
+KeptLayout &kept_layout(const dltensor &t) {
+  uint64_t hash = (uint64_t)t.ndim;
+  for (int i = 0; i < t.ndim; i++) hash = (hash ^ (uint64_t)t.shape[i]) * 0x9e3779b97f4a7c15;
+  return kept_layouts[hash >> 60];
+}
+
+// torch.empty_like of a small tensor.
+PyObject *small_empty_like(PyObject *tensor) {
+  dltensor t;
+  if (empty_strided == Py_None)
+    return PyObject_CallFunctionObjArgs(empty_like, tensor, nullptr);
+  if (api->describe(tensor, &t)) return nullptr;
+  const int dtype = dtype_of(t.dtype);
+  if (dtype < 0 || !t.strides || t.ndim > KeptLayout::MOST || !contiguous(t))
+    return PyObject_CallFunctionObjArgs(empty_like, tensor, nullptr);
+  KeptLayout &kept = kept_layout(t);
+  if (!kept.become(t)) return nullptr;
+  // Another thread may need the place meanwhile.
+  PyObject *const sizes = kept.sizes, *const strides = kept.strides;
+  Py_INCREF(sizes);
+  Py_INCREF(strides);
+  PyObject *result = PyObject_CallFunctionObjArgs(empty_strided, sizes, strides,
+                                                  PyTuple_GetItem(dtypes, dtype), nullptr);
+  Py_DECREF(sizes);
+  Py_DECREF(strides);
+  return result;
+}
+
+}  // namespace
+
 PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address, Strides *strides) {
   const int64_t bytes = size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2);
-  PyObject *allocate = bytes < large ? empty_like : large_empty_like;
-  PyObject *result = PyObject_CallFunctionObjArgs(allocate, tensor, nullptr);
+  PyObject *result = bytes < large
+                         ? small_empty_like(tensor)
+                         : PyObject_CallFunctionObjArgs(large_empty_like, tensor, nullptr);
   if (!result) return nullptr;
   dltensor t;
   if (api->describe(result, &t)) {

@@ -391,6 +391,22 @@ def test_saved_tensor_hooks_checkpoint_and_anomaly(door: Door) -> None:
             door(x, w).sum().backward()
 
 
+def test_outputs_and_gradients_are_laid_out_as_what_they_belong_to() -> None:
+    """Of many shapes in turn, of other types than the input, and where an axis of one has any stride."""
+    random = torch.Generator().manual_seed(0)
+    for i in range(300):
+        sizes = torch.randint(1, 4, (1 + i % 8,), generator=random).tolist()
+        x = values(tuple(sizes), torch.bfloat16 if i % 3 == 0 else torch.float32)
+        if sizes[0] == 1:
+            x = x.as_strided(sizes, (1000, *x.stride()[1:]))
+        x.requires_grad_()
+        w = values((sizes[-1],), torch.float32 if i % 2 else x.dtype).requires_grad_()
+        y = axisnorm.layer_norm(x, sizes[-1:], w)
+        for t, model in zip((y, *torch.autograd.grad(y.sum(), (x, w))), (x, x, w), strict=True):
+            like = torch.empty_like(model)
+            assert (t.shape, t.stride(), t.dtype) == (like.shape, like.stride(), like.dtype)
+
+
 @Doors
 def test_nothing_leaks(door: Door) -> None:
     x, w = values((64, 128)).requires_grad_(), values((128,), seed=1).requires_grad_()

@@ -77,11 +77,12 @@ class Pool(Generic[Block]):
 
     def take(self, size: int) -> Block | None:
         """A free block of this size, out of the pool."""
-        blocks = self.blocks.get(size, [])
-        count = len(blocks)
-        newest = range(count - 1, max(count - 1 - LOOKS, -1), -1)
-        oldest = range(min(LOOKS, max(count - LOOKS, 0)))
-        for i in (*newest, *oldest):
+        blocks = self.blocks.get(size)
+        if not blocks:
+            return None
+        last = len(blocks) - 1
+        for look in range(min(len(blocks), 2 * LOOKS)):
+            i = last - look if look < LOOKS else look - LOOKS
             block = blocks.pop(i)
             if sys.getrefcount(block) <= 2 and not self.is_held(block):
                 if self.is_usable(block, size):

@@ -23,6 +23,16 @@ def _is_usable(block: torch.UntypedStorage, size: int) -> bool:
     return block.nbytes() == size and not block.is_shared()
 
 
+_empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+
+
+def _new(x: Tensor) -> Tensor:
+    """A tensor of this type without elements."""
+    if _empty_strided is None or not x.is_cpu:
+        return x.new_empty(0)
+    return _empty_strided((0,), (1,), x.dtype)  # a third of the time
+
+
 _pool = Pool(limit() if hasattr(torch._C, "_storage_Use_Count") else 0, _is_usable, _is_held)
 
 
@@ -35,7 +45,7 @@ def empty_like(x: Tensor) -> Tensor:
         block = _pool.take(size)
         if block is not None:
             like = x if x.is_contiguous() else torch.empty_like(x, device="meta")
-            y = x.new_empty(0).set_(block, 0, x.shape, like.stride())
+            y = _new(x).set_(block, 0, x.shape, like.stride())
             _pool.put_back(block, size)
             return y
         y = torch.empty_like(x)
