@@ -224,6 +224,7 @@ NB_MODULE(_native, m) {
   m.def("isa", &axisnorm::isa);
   m.def("set_isa", &axisnorm::set_isa);
   m.def("stream_from", &axisnorm::stream_from);
+  m.def("read_singly_from", &axisnorm::read_singly_from);
   m.def("isa_names", &isa_names);
   m.def("isa_error", &axisnorm::isa_error, nb::rv_policy::copy);
   m.def("max_threads", &axisnorm::max_threads);

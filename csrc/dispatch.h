@@ -27,6 +27,8 @@ const char *const *supported_isas();  // best first, ended by null
 
 // Outputs of at least so many bytes are written past the caches; returns what it was before.
 int64_t stream_from(int64_t bytes);
+// Tensors of at least so many bytes are read one row after another; returns what it was before.
+int64_t read_singly_from(int64_t bytes);
 
 // The threads that the next large call may use; 1 without OpenMP and in a forked child.
 int max_threads();

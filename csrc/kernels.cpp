@@ -358,13 +358,14 @@ __attribute__((noinline)) void apply(const Job &job, const Affine &affine, int64
   }
   const int64_t n = job.n, w_mask = -affine.weight_step, b_mask = -affine.bias_step;
   const int64_t ahead = R * job.x_stride;
+  const bool fetched = !job.singly;
   bool streamed = job.streamed;
   for (int k = 0; k < R; k++) streamed &= can_stream(y[k]);
   int64_t i = 0;
   for (; i + W <= n; i += W) {
     const V weight = load(w + (i & w_mask)), bias = load(b + (i & b_mask));
     for (int k = 0; k < R; k++) {
-      prefetch(x[k] + ahead, i);
+      if (fetched) prefetch(x[k] + ahead, i);
       V v = standardize<T, Center>(load(x[k] + i), row[k]);
       if (Rounded) v = round_as<T>(v);
       write(y[k] + i, fma(v, weight, bias), streamed);
@@ -401,7 +402,7 @@ __attribute__((noinline)) void forward_row(const Job &job, const Affine &affine,
 template <class T, bool Center, bool Rounded>
 void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
-  for (; r + R <= end; r += R) {
+  for (; r + R <= end && !job.singly; r += R) {
     const Moments<T, R> m = moments<T, Center, R>(job, r);
     if (__builtin_expect(m.redo, 0)) {
       for (int k = 0; k < R; k++) forward_row<T, Center, Rounded>(job, affine, r + k);
@@ -410,7 +411,7 @@ void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) 
     if (job.y) apply<T, Center, Rounded, R>(job, affine, r, m.hi, m.lo, m.rstd);
     save(job, r, m);
   }
-  if (r < end) forward_row<T, Center, Rounded>(job, affine, r);
+  for (; r < end; r++) forward_row<T, Center, Rounded>(job, affine, r);
 }
 
 // The norm of a sum. The rows of h are made where they are to stand, or in place of y, two at a time,
@@ -420,6 +421,7 @@ void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) 
   constexpr int R = 2;
   const Dropout dropout(job);
   Job norm = job;
+  norm.singly = 0;  // they are in the cache
   norm.streamed = job.streamed && job.h;  // in place of h, y is in the cache
   norm.x = job.h ? job.h : job.y;
   norm.x_stride = job.h ? job.h_stride : job.y_stride;
@@ -624,7 +626,7 @@ void backward_chunks(const Job &job, const Affine &affine, const Chunks &chunks,
     int64_t r = c * chunks.rows;
     const int64_t end = smaller(job.rows, r + chunks.rows);
     while (r < end) {
-      const int count = end - r >= R ? R : 1;
+      const int count = end - r >= R && !job.singly ? R : 1;
       bool safe = true;
       for (int k = 0; k < count; k++) safe &= stats_are_safe<T>(job, r + k);
       if (safe && count == R) {
@@ -661,7 +663,7 @@ void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t 
   const auto parameter = [&](const void *p, int64_t step, int64_t i) {
     return step || !per_element ? (const C *)p + i * step : missing;
   };
-  const int64_t ahead = job.x_stride;
+  const int64_t ahead = job.singly ? 0 : job.x_stride;
   for (; r < end; r++) {
     Moments<T, 1> m;
     if (job.grad) {
@@ -698,12 +700,13 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
   const Of of{task};
   if (task.nest->in_order) return of.forward_in_order(unit, end);
   const int64_t parts = task.nest->measured.parts;
-  const bool known = knows_statistics(task), fetches = !known && of.fetches();
+  const bool singly = task.job->singly;
+  const bool known = knows_statistics(task), fetches = !known && !singly && of.fetches();
   const auto measure = [&](const Place &at, auto &u) {
     for (int64_t p = 0; p < parts && !known; p++) of.sum(at, u, p);
   };
   while (unit < end) {
-    const int count = (int)smaller(of.together(), end - unit);
+    const int count = (int)smaller(singly ? 1 : of.together(), end - unit);
     Place at[Of::TOGETHER];
     typename Of::Unit *u[Of::TOGETHER];
     for (int k = 0; k < count; k++) {
@@ -732,9 +735,10 @@ template <class Of> void backward_all(const Task &task, int64_t unit, int64_t en
   const Of of{task};
   const int64_t parts = task.nest->applied.parts;
   // x and the gradient have the same strides in most cases; where not, nothing is lost.
-  const bool fetches = !task.running_mean && of.fetches();
+  const bool singly = task.job->singly;
+  const bool fetches = !task.running_mean && !singly && of.fetches();
   while (unit < end) {
-    const int count = (int)smaller(of.together(), end - unit);
+    const int count = (int)smaller(singly ? 1 : of.together(), end - unit);
     Place at[Of::TOGETHER];
     typename Of::Unit *u[Of::TOGETHER];
     for (int k = 0; k < count; k++) {

@@ -34,6 +34,7 @@ struct Job {
   int32_t center;        // 0: root mean square
   int32_t rounded;       // 1: xhat is rounded to dtype before the affine map
   int32_t streamed;      // 1: y or dx is written past the caches, where its lines stand well
+  int32_t singly;        // 1: one row or group is read after another, and nothing is fetched ahead
   int32_t activation;    // forward, not of a sum
   double eps;
   double divisor;        // n - correction, > 0

@@ -631,6 +631,53 @@ def test_writing_past_the_caches_gives_the_same_bits(
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "text,shape",
+    [
+        ("... [d]; affine=d", (7, 70)),
+        ("... [d]", (7, 70)),
+        ("n c [...]; affine=c", (3, 5, 8, 9)),
+        ("n (g=4 [c]) [...]; affine=g c", (5, 64, 3, 3)),
+        ("[n] c [...]; affine=c", (3, 6, 5, 5)),
+        ("n [c] ...; affine=c", (3, 6, 16, 8)),
+        ("[n] c [...]; affine=c; statistics=running", (3, 6, 5, 5)),
+    ],
+)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_reading_one_row_after_another_gives_the_same_bits(
+    text: str, shape: tuple[int, ...], dtype: torch.dtype, activation: str | None
+) -> None:
+    scheme, x, grad = Scheme(text), values(shape, dtype), values(shape, dtype, seed=1)
+    weight, bias = (t if t is None else t.to(dtype) for t in parameters(Case(scheme, shape)))
+    size = scheme.layout(len(shape)).sizes(shape).running_shape
+    running = (values(size, seed=2), values(size, seed=3).abs())
+    given = running if scheme.statistics == "running" else (None, None)
+    found = []
+    for limit in (1 << 60, 0):
+        before = _build.native.read_singly_from(limit)
+        try:
+            leaf = x.clone().requires_grad_()
+            y = axisnorm.normalize(
+                leaf,
+                scheme,
+                weight,
+                bias,
+                running_mean=given[0],
+                running_var=given[1],
+                activation=activation,
+            )
+            y.backward(grad)
+            z = axisnorm.add_layer_norm(x, grad, shape[-1:])
+        finally:
+            _build.native.read_singly_from(before)
+        found.append((y.detach(), leaf.grad, z))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert found[0][1].any()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
 def test_sums_that_overflow_on_the_way_but_cancel(dtype: torch.dtype, masked: bool) -> None:
     """dweight and dbias were NaN or infinite where a partial sum exceeds the type that sums."""
