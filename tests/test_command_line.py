@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import axisnorm
 from axisnorm.__main__ import main
+from axisnorm.lens import COMMANDS
 from axisnorm.scheme import ArgumentError
 
 NO_TORCH = """
@@ -430,3 +432,100 @@ def test_as_a_module():
         [sys.executable, "-m", "axisnorm", "explain", "[d", "2"], capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_what_is_read_is_never_written_over(capsys, tmp_path, monkeypatch):
+    """identify took its input's place with its page."""
+    monkeypatch.chdir(tmp_path)
+    values = np.arange(6.0).reshape(2, 3)
+    for name in ("x.npy", "y.svg.npy"):
+        np.save(name, values)
+    np.savez("both.npz", x=values, y=values, weight=values[0])
+    os.symlink("x.npy", "link.npy")
+    os.link("x.npy", "twin.npy")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    before = {name: Path(name).read_bytes() for name in os.listdir() if name != "model"}
+    pair = ("identify", "x.npy", "y.svg.npy")
+    for given, target in [
+        (pair, "x.npy"), (pair, "./x.npy"), (pair, str(tmp_path / "y.svg.npy")),
+        (pair, "model/../x.npy"), (pair, "link.npy"), (pair, "twin.npy"),
+        (("identify", "both.npz"), "both.npz"),
+        (("identify", "both.npz:x", "both.npz:y"), "both.npz"),
+        ((*pair, "--weight", "both.npz:weight"), "both.npz"),
+        (("audit", "model"), "model/config.json"),
+    ]:  # fmt: skip
+        status, out, err = run(capsys, *given, "--html", target)
+        assert (status, out) == (2, "") and "What is read is not written over" in err, target
+    assert {name: Path(name).read_bytes() for name in os.listdir() if name != "model"} == before
+    assert (tmp_path / "model/config.json").read_text() == "{}"
+    # Pages may lie beside what they are about, and be written again.
+    for _ in range(2):
+        status, _, err = run(capsys, *pair, "--html", "page.html", "--figure", "page.svg")
+        assert (status, err) == (0, "")
+
+
+def test_a_link_is_written_through(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/page.svg").write_text("old")
+    os.symlink("there/page.svg", tmp_path / "link.svg")
+    axisnorm.explain("... [d]", (2, 3)).save_figure(tmp_path / "link.svg")
+    assert (tmp_path / "link.svg").is_symlink()
+    assert "<svg" in (tmp_path / "there/page.svg").read_text()
+    assert os.listdir(tmp_path / "there") == ["page.svg"]
+
+
+@pytest.mark.parametrize("names", ["a.svg a.svg", "./a.svg a.svg", "there/../a.svg a.svg"])
+def test_two_results_have_two_files(capsys, tmp_path, monkeypatch, names):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    page, figure = names.split()
+    given = ("explain", "... [d]", "2,3", "--html", page, "--figure", figure)
+    status, out, err = run(capsys, *given)
+    assert (status, out) == (2, "") and "Name them differently" in err
+    assert os.listdir(tmp_path) == ["there"]
+
+
+def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("axisnorm.lens.explain.explained", interrupted)
+    assert run(capsys, "explain", "... [d]", "2,3") == (130, "", "axisnorm explain: interrupted\n")
+    with pytest.raises(KeyboardInterrupt):
+        main(["explain", "... [d]", "2,3", "--traceback"])
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+def test_output_that_is_closed_is_one_line_and_status_2(json_too):
+    command = " ".join([sys.executable, "-m axisnorm explain torch.layer_norm 2,3", *json_too])
+    done = subprocess.run(
+        f"{command} >&-", shell=True, executable="/bin/bash", stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "standard output is closed" in done.stderr
+    # Nor does a message go to the output where there is no place for it.
+    done = subprocess.run(
+        f"{command},a 2>&-", shell=True, executable="/bin/bash", stdout=subprocess.PIPE
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+def test_a_terminal_that_says_no_width_has_the_usual_one(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "axes b 2 x d 3 shared" in " ".join(run(capsys, "explain", "b [d]", "2,3")[1].split())
+    monkeypatch.setenv("COLUMNS", "1")
+    assert run(capsys, "explain", "b [d]", "2,3")[1].strip()
+
+
+def test_the_command_stands_before_its_options(capsys):
+    status, out, err = run(capsys, "--json", "explain", "... [d]", "2,3")
+    assert (status, out) == (2, "") and "the command comes first" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_help_says_the_exit_statuses(capsys, command):
+    status, out, _ = run(capsys, *command, "--help")
+    said = " ".join(out.split())
+    assert status == 0 and "Exit status: 0 fine;" in said and "2 wrong use" in said
+    assert "130 interrupted" in said

@@ -1,7 +1,7 @@
 """The command line: ``axisnorm explain "... [d]" 2,3,4``, ``axisnorm audit MODEL``.
 
 Exit status 0: fine, 1: something was found and ``--strict`` was said, 2: wrong use or bad input,
-with one line that says which; then nothing is written.
+with one line that says which, 130: interrupted; with these two nothing is written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
+_STATUS = (
+    "Exit status: 0 fine; 1 with --strict of audit, something was found; 2 wrong use or bad input, "
+    "with one line on standard error; 130 interrupted. With 2 and 130 no file is written."
+)
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports wrong use in one line."""
 
@@ -35,13 +41,18 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = _Parser(prog="axisnorm", description="Say what normalizations compute.")
+    parser = _Parser(
+        prog="axisnorm", description="Say what normalizations compute.", epilog=_STATUS
+    )
     parser.add_argument("--version", action="version", version=f"axisnorm {axisnorm.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     # A shape that begins with a minus is a wrong shape, not an option.
     given = [f" {word}" if re.match(r"-[0-9]", word) else word for word in given]
     run = None
+    if given and given[0].startswith("-") and any(word in COMMANDS for word in given):
+        # Options of a command that stand before it would be taken for options of the program.
+        parser.error("the command comes first, as in axisnorm explain ... --json")
     try:
         for name, (summary, drawn) in COMMANDS.items():
             command = commands.add_parser(name, help=summary, description=summary)
@@ -52,16 +63,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 module.arguments(command)
                 run = module.execute
         options = parser.parse_args(given)
-        if run is None:
-            parser.error("the command comes first")
+        assert run is not None
         targets = _targets(options)
         result, status = run(options)
         text = result.to_json() if options.json else result.to_text()
         _write(result, targets)
+    except KeyboardInterrupt:
+        if "--traceback" in given:
+            raise
+        _say(given, "interrupted")
+        return 130
     except Exception as error:
         if "--traceback" in given:
             raise
-        print(f"axisnorm {given[0]}: {_one_line(error)}", file=sys.stderr)
+        _say(given, _one_line(error))
+        return 2
+    if sys.stdout is None:
+        _say(given, "The result cannot be printed: standard output is closed.")
         return 2
     try:
         print(text, flush=True)
@@ -70,9 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
     except OSError as error:
         _drop_output()
-        print(f"axisnorm {given[0]}: The result cannot be printed: {error}.", file=sys.stderr)
+        _say(given, f"The result cannot be printed: {error}.")
         return 2
     return int(status)
+
+
+def _say(given: Sequence[str], message: str) -> None:
+    """One line on standard error, where there is one."""
+    if sys.stderr is not None:
+        print(" ".join(["axisnorm", *given[:1]]) + f": {message}", file=sys.stderr)
 
 
 def _drop_output() -> None:
@@ -93,6 +117,10 @@ def _options(command: argparse.ArgumentParser, drawn: bool) -> None:
     else:
         command.set_defaults(html=None, figure=None)
     command.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    command.epilog = (
+        "Exit status: 0 fine; 2 wrong use or bad input, with one line on standard error; 130 "
+        "interrupted. With 2 and 130 no file is written."
+    )
 
 
 def _targets(options: argparse.Namespace) -> dict[str, Path]:
@@ -100,18 +128,28 @@ def _targets(options: argparse.Namespace) -> dict[str, Path]:
     from .lens.result import FIGURE_FORMATS, checked_target
 
     targets = {}
-    given = {name: value for name, value in vars(options).items() if isinstance(value, str)}
-    others = [value for name, value in given.items() if name not in ("html", "figure")]
+    others = list(_named(options))
     if options.html is not None:
         targets["html"] = checked_target(options.html, reads=others)
     if options.figure is not None:
         targets["figure"] = checked_target(options.figure, FIGURE_FORMATS, others)
-    if len({path.absolute() for path in targets.values()}) < len(targets):
+    if len({path.resolve() for path in targets.values()}) < len(targets):
         raise ArgumentError(
             "--html and --figure write two files. "
             f"'{options.html}' came for both. Name them differently."
         )
     return targets
+
+
+def _named(options: argparse.Namespace) -> Iterator[str]:
+    """What the command is given by name and may read: files, with and without their keys."""
+    for option, value in vars(options).items():
+        if option in ("command", "html", "figure"):
+            continue
+        for word in value if isinstance(value, list) else [value]:
+            if isinstance(word, str) and word:
+                yield word
+                yield word.rpartition(":")[0] or word
 
 
 def _write(result: Result, targets: dict[str, Path]) -> None:

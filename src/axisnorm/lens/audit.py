@@ -167,7 +167,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Exit status: 0 fine; 1 with --strict, what it says; 2 wrong use or bad input, with one "
-        "line on standard error. On a terminal, progress is shown on standard error."
+        "line on standard error; 130 interrupted. On a terminal, progress is shown on standard "
+        "error."
     )
 
 

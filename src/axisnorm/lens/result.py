@@ -22,6 +22,9 @@ __all__ = ["FIGURE_FORMATS", "Result", "checked_target", "json_schema", "write"]
 FIGURE_FORMATS = ("png", "svg")
 """What a figure can be saved as, by the suffix of its file."""
 
+_RESULTS = (".html", *(f".{suffix}" for suffix in FIGURE_FORMATS))
+"""Suffixes of files that may be written again in a directory that is read."""
+
 VERSION = 1
 """Of the JSON schema: raised when a name goes or changes its meaning, not when one is added."""
 
@@ -137,16 +140,18 @@ def checked_target(
 
     Args:
         formats: the suffixes that it may have.
-        reads: files that are read, which it must not replace.
+        reads: files and directories that are read, of which it must not replace anything.
     """
     target = Path(path)
+    if not os.fspath(path):
+        raise ArgumentError("A result is written to a file. '' came. Name one.")
     if formats and target.suffix[1:].lower() not in formats:
         raise ArgumentError(
             f"A figure is saved as {' or '.join(formats)}, by its file's suffix. "
             f"'{target}' came. Name a file such as '{target.with_suffix('').name or 'f'}.svg'."
         )
     try:
-        is_directory, has_parent = target.is_dir(), target.parent.is_dir()
+        is_directory, has_parent = target.is_dir(), _real(target).parent.is_dir()
     except OSError as error:
         raise _cannot_write(target, error) from error
     if is_directory or not target.name:
@@ -168,10 +173,21 @@ def checked_target(
     return target
 
 
-def _same(one: Path, other: Path) -> bool:
-    if one.absolute() == other.absolute():
+def _real(path: Path) -> Path:
+    """Where it is written: of a link the file that it stands for."""
+    return Path(os.path.realpath(path))
+
+
+def _same(target: Path, read: Path) -> bool:
+    """Whether writing the one would replace the other, or what is no result in it."""
+    place, other = _real(target), _real(read)
+    if place == other:
         return True
-    return os.path.exists(one) and os.path.exists(other) and one.samefile(other)
+    if not place.exists():
+        return False
+    if os.path.isdir(other):
+        return other in place.parents and place.suffix.lower() not in _RESULTS
+    return os.path.exists(other) and place.samefile(other)
 
 
 def _cannot_write(target: Path, error: OSError) -> ArgumentError:
@@ -186,9 +202,11 @@ def write(contents: Mapping[Path, bytes]) -> None:
     Each is written under another name beside its own first, and only then called by it.
     """
     waiting: dict[Path, Path] = {}
+    file_of: dict[Path, Path] = {}
     try:
         for target, content in contents.items():
-            handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+            file_of[target] = _real(target)
+            handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=file_of[target].parent)
             waiting[target] = Path(name)
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
@@ -197,7 +215,7 @@ def write(contents: Mapping[Path, bytes]) -> None:
             os.umask(mask)
             waiting[target].chmod(0o666 & ~mask)
         for target in contents:
-            waiting.pop(target).replace(target)
+            waiting.pop(target).replace(file_of[target])
     except OSError as error:
         raise _cannot_write(target, error) from error
     finally:

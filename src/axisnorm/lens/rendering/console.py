@@ -48,16 +48,20 @@ def to_text(
 ) -> str:
     """The renderable as text for a terminal of ``width`` columns."""
     if color is None:
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        # Standard output is None where it was closed before the program began.
+        color = sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     console = Console(
         file=io.StringIO(),
-        width=width,
+        width=None if width is None else max(width, 1),
         force_terminal=color,
         no_color=not color,
         color_system="auto" if color else None,
         highlight=False,
         legacy_windows=False,
-    )
+        # A terminal whose size nobody knows is said to have none.
+        _environ={name: value for name, value in os.environ.items()
+                  if (name, value) != ("COLUMNS", "0")},
+    )  # fmt: skip
     with console.capture() as captured:
         console.print(renderable)
     lines = captured.get().splitlines()
