@@ -1,19 +1,21 @@
 """identify on the command line: what files may hold, and what they may not."""
 
+import io
 import json
 import os
 import pickle
 import struct
+import zipfile
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from axisnorm import Scheme, reference
+from axisnorm import Scheme, identify, reference
 from axisnorm.__main__ import main
 from axisnorm.lens.identifying.files import arrays_of, read
-from axisnorm.scheme import ArgumentError
+from axisnorm.scheme import ArgumentError, DtypeError
 
 
 class Marked:
@@ -159,14 +161,55 @@ def test_pickles_are_not_loaded(capsys, folder):
     assert status == 2 and trace.exists()
 
 
+def npy_header(shape):
+    """A file of NumPy that ends after its header."""
+    said = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(said)) + said.encode()
+
+
+def zipped(name=None, content=b""):
+    with io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            if name is not None:
+                archive.writestr(name, content)
+        return file.getvalue()
+
+
+def safetensors(header, data=b""):
+    return struct.pack("<Q", len(header)) + header + data
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("bad.npy", b"hello", "A .npy file holds one array of NumPy."),
-        ("bad.npy", b"", "its first bytes are others"),
+        ("bad.npy", b"other", "its first bytes are others"),
+        ("bad.npy", b"", "it is empty"),
+        ("bad.npy", npy_header("(10000000000000,)"), "its shape is too large"),
+        ("bad.npy", npy_header(f"({10**23},)"), "its shape is too large"),
+        ("bad.npy", npy_header("(3,)"), "Failed to read all data for array). Save"),
         ("bad.npy", b"\x93NUMPY\x01\x00", "does not"),
         ("bad.npz", b"PK nonsense", "it is no archive"),
-        ("bad.npz", b"", "it is no archive"),
+        ("bad.npz", b"", "it is empty"),
+        ("bad.npz", zipped("x.npy", npy_header("(10000000000000,)")), "its shape is too large"),
+        ("bad.npz", zipped("x", b"hello"), "a file in it is no array"),
+        ("bad.npz", zipped(), "has none"),
+        ("bad.safetensors", b"", "it is empty"),
+        ("bad.safetensors", safetensors(b'{"a":' * 100_000), "its header is no JSON"),
+        ("bad.safetensors", safetensors(b"[1]"), "its header is no table of tensors"),
+        ("bad.safetensors", safetensors(b'{"x": 3}'), "its header is no table of tensors"),
+        ("bad.safetensors", safetensors(b"{}"), "has none"),
+        *(
+            ("bad.safetensors", safetensors(json.dumps({"x": entry}).encode(), b"1234"), said)
+            for entry, said in (
+                ({"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}, "no whole numbers"),
+                ({"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, "no whole numbers"),
+                ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "no whole numbers"),
+                ({"dtype": "F32", "shape": [1]}, "the data_offsets of a tensor"),
+                ({"dtype": "F32", "shape": [1], "data_offsets": [0]}, "no beginning and end"),
+                ({"shape": [1], "data_offsets": [0, 4]}, "the type None has no array"),
+            )
+        ),
         ("bad.safetensors", b"\xff" * 40, "its header has no length"),
         ("bad.safetensors", struct.pack("<Q", 4) + b"nope", "A .safetensors file"),
         ("bad.safetensors", struct.pack("<Q", 2) + b"[]", "A .safetensors file"),
@@ -177,7 +220,7 @@ def test_pickles_are_not_loaded(capsys, folder):
             "A .safetensors file",
         ),
         ("bad.pt", b"garbage", "A .pt file holds tensors of torch."),
-        ("bad.pt", b"", "A .pt file holds tensors of torch."),
+        ("bad.pt", b"", "it is empty"),
         ("bad.txt", b"1 2 3", "is none by its name"),
     ],
 )
@@ -185,7 +228,7 @@ def test_files_that_are_not_what_they_say(capsys, folder, name, content, said):
     (folder / name).write_bytes(content)
     before = sorted(folder.iterdir())
     status, out, err = run(
-        capsys, "x.npy", f"{name}:x" if name.endswith(("z", "s")) else name,
+        capsys, "x.npy", f"{name}:x" if name.endswith(("z", "s")) and content else name,
         "--html", "page.html", "--figure", "figure.png",
     )  # fmt: skip
     assert (status, out) == (2, "") and said in err
@@ -208,6 +251,8 @@ def test_a_tensor_outside_of_its_file(folder):
     ("arguments", "said"),
     [
         (("x.npy",), "'x.npy' has one array without a key"),
+        (("x.npy", "y.npy:y"), "which has one array without a key. Leave the key out."),
+        (("empty.npz",), "'empty.npz' has no array"),
         (("others.npz",), "'others.npz' has 'a', 'b'"),
         (("x.npy", "all.npz"), "needs a key"),
         (("x.npy", "all.npz:z"), "'z' is none of 'all.npz'"),
@@ -221,6 +266,7 @@ def test_a_tensor_outside_of_its_file(folder):
     ],
 )
 def test_wrong_use(capsys, folder, arguments, said):
+    np.savez("empty.npz")
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "") and said in err and err.count("\n") == 1
 
@@ -241,6 +287,43 @@ def test_bad_values_in_files(capsys, folder, arrays):
         assert (status, out) == (2, "") and said in err and err.count("\n") == 1
     status, _, err = run(capsys, "one.npy", "one.npy")
     assert status == 2 and "at least two" in err
+
+
+def test_the_order_of_bytes_and_of_axes_does_not_matter(folder, arrays):
+    """Arrays of the other byte order were refused as '>f4'."""
+    plain = identify(**arrays).to_dict()
+    for change in (
+        lambda a: a.astype(a.dtype.newbyteorder()),
+        lambda a: np.asfortranarray(a),
+        lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    ):
+        for name, array in arrays.items():
+            np.save(f"other_{name}.npy", change(array))
+        changed = {name: read(f"other_{name}.npy") for name in arrays}
+        assert identify(**changed).to_dict() == plain
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (np.zeros(3, [("a", "f4"), ("b", "f4")]), "Give one of its fields, as in x['a']."),
+        (np.zeros(3, complex), "x is complex128. Give its real part, x.real."),
+        (np.array(["a", "b"]), "x is <U1. Give numbers."),
+        (np.array(["2020-01-01"], "M8[D]"), "Give numbers."),
+        (np.array([None, 1]), "x is object. Give numbers."),
+        (np.arange(3), "x is int64. Convert it, as in x.astype('float64')."),
+        (np.zeros(3, bool), "Convert it, as in x.astype('float64')."),
+        (np.zeros(3, np.longdouble), "Convert it, as in x.astype('float64')."),
+        (torch.arange(3), "x is int64. Convert it, as in x.double()."),
+        ([1.0, 2.0], "A list came for x."),
+        (3, "An int came for x."),
+    ],
+    ids=str,
+)
+def test_what_is_no_array_of_floating_numbers(made, said):
+    with pytest.raises((ArgumentError, DtypeError)) as caught:
+        identify(made, np.zeros(3))
+    assert said in str(caught.value)
 
 
 def test_files_of_numpy_do_without_torch(folder):

@@ -12,12 +12,13 @@ import numpy as np
 from ..scheme import ArgumentError, DtypeError
 from .explain import not_finite
 from .identifying.evidence import Floats, double, pair_of
-from .identifying.files import SUFFIXES, arrays_of, read
+from .identifying.files import SUFFIXES, arrays_of, keys_of, read
 from .identifying.fit import Given, places
 from .identifying.identification import Candidate, Decision, Identification
 from .identifying.rivals import fitted_eps, rivals, tell_apart, tolerance
 from .identifying.study import Study
 from .naming import affine_axes, in_words, kind_of_mean, meanings, on_axes
+from .subject import with_article
 
 if TYPE_CHECKING:
     import argparse
@@ -91,10 +92,10 @@ def identify(
         "x": x, "y": y, "weight": weight, "bias": bias,
         "running_mean": running_mean, "running_var": running_var,
     }  # fmt: skip
+    arrays = {name: _native(array) for name, array in arrays.items()}
     _check(arrays)
-    given = Given(
-        *(None if a is None else double(a) for a in (weight, bias, running_mean, running_var))
-    )
+    x, y, *parameters = arrays.values()
+    given = Given(*(None if array is None else double(array) for array in parameters))
     _check_parameters(given, tuple(x.shape))
     # Squares of numbers near the ends of double's range overflow: such hypotheses do not fit.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -113,20 +114,42 @@ def identify(
 # Bad input
 
 
+def _native(array: Any) -> Any:
+    """The array in this machine's order of bytes: files of NumPy may have the other one."""
+    if isinstance(array, np.ndarray) and array.dtype.kind == "f" and not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    return array
+
+
+def _floating(name: str, array: Any) -> str:
+    """What to do about an array of a type that no norm takes."""
+    dtype = array.dtype
+    if getattr(dtype, "names", None):
+        return f"Give one of its fields, as in {name}['{dtype.names[0]}']"
+    if "complex" in str(dtype):
+        return f"Give its real part, {name}.real"
+    if getattr(dtype, "kind", "") in "OSUVMm" and hasattr(dtype, "kind"):
+        return "Give numbers"
+    if "qint" in str(dtype):
+        return f"Give its numbers, {name}.dequantize()"
+    double = "double()" if str(dtype).startswith("torch.") else "astype('float64')"
+    return f"Convert it, as in {name}.{double}"
+
+
 def _check(arrays: dict[str, Any]) -> None:
     for name, array in arrays.items():
         if array is None and name not in ("x", "y"):
             continue
         if not (hasattr(array, "dtype") and hasattr(array, "shape")):
             raise ArgumentError(
-                f"identify takes arrays of NumPy or torch. {name} is a {type(array).__name__}. "
-                "Convert it with numpy.asarray."
+                "identify takes arrays of NumPy or torch. "
+                f"{with_article(array)} came for {name}. Convert it with numpy.asarray."
             )
         dtype = str(array.dtype).removeprefix("torch.")
         if dtype not in ("float16", "bfloat16", "float32", "float64"):
             raise DtypeError(
                 "Normalizations take and give floating numbers: float16, bfloat16, float32 or "
-                f"float64. {name} is {dtype}. Convert it, as in {name}.astype('float64')."
+                f"float64. {name} is {dtype}. {_floating(name, array)}."
             )
         if getattr(array, "is_sparse", False) or getattr(array, "is_meta", False):
             raise ArgumentError(
@@ -251,10 +274,9 @@ def execute(options: argparse.Namespace) -> tuple[Identification, int]:
                 found = {"x": held[names[0]], "y": held[names[1]]}
                 break
         else:
-            keys = ", ".join(repr(key) for key in held if key) or "one array without a key"
             raise ArgumentError(
                 "One file alone has the keys x and y. "
-                f"'{options.files[0]}' has {keys}. "
+                f"'{options.files[0]}' has {keys_of(held)}. "
                 "Give two files, or two keys as in file.npz:a file.npz:b."
             )
         found.update({name: held[name] for name in PARAMETERS if name in held})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import warnings
 import zipfile
@@ -14,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from ...scheme import ArgumentError
+from ..subject import with_article
 
-__all__ = ["SUFFIXES", "arrays_of", "read"]
+__all__ = ["SUFFIXES", "arrays_of", "keys_of", "read"]
 
 Arrays = dict[str, Any]
 
 LARGEST_HEADER = 100 << 20
 """Of a safetensors file: its own limit."""
+
+_TOO_LARGE = "its shape is too large for this machine"
 
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64",
                 "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
@@ -39,17 +43,22 @@ def read(place: str, *, allow_pickle: bool = False) -> Any:
     """
     path, key = _parted(place)
     found = arrays_of(path, allow_pickle=allow_pickle)
+    if not found:
+        raise ArgumentError(
+            f"A file holds an array, or several with keys. '{path}' has none. Save some."
+        )
     if key is None:
         if len(found) != 1:
             raise ArgumentError(
-                f"A file of several arrays needs a key. '{path}' has {_keys(found)}. "
-                f"Write '{path}:{next(iter(found), 'key')}'."
+                f"A file of several arrays needs a key. '{path}' has {keys_of(found)}. "
+                f"Write '{path}:{next(iter(found))}'."
             )
         return next(iter(found.values()))
     if key not in found:
+        remedy = "Leave the key out." if list(found) == [""] else "Write one of them."
         raise ArgumentError(
             f"A key is one of the file's. '{key}' is none of '{path}', which has "
-            f"{_keys(found)}. Write one of them."
+            f"{keys_of(found)}. {remedy}"
         )
     return found[key]
 
@@ -88,16 +97,25 @@ def _parted(place: str) -> tuple[str, str | None]:
     return path, key
 
 
-def _keys(found: Mapping[str, Any]) -> str:
+def keys_of(found: Mapping[str, Any]) -> str:
+    """The keys of a file's arrays in words.
+
+    >>> keys_of({"a": 1, "b": 2}), keys_of({"": 1}), keys_of({})
+    ("'a', 'b'", 'one array without a key', 'no array')
+    """
+    if list(found) == [""]:
+        return "one array without a key"
     names = [f"'{name}'" for name in found]
     if not names:
-        return "none"
+        return "no array"
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _not_what_it_says(path: Path, kind: str, why: object) -> ArgumentError:
-    said = str(why).strip().splitlines()
-    reason = f" ({said[0].rstrip('.')})" if said and said[0] else ""
+    # Of what a library says its first sentence: the others guess how that came about.
+    said = re.split(r"\.\s|\n", str(why).strip())[0].rstrip(".")
+    said = said if path.stat().st_size else "it is empty"
+    reason = f" ({said})" if said else ""
     return ArgumentError(
         f"A {path.suffix} file holds {kind}. '{path}' does not{reason}. "
         "Save the arrays again, or give the file its right name."
@@ -125,10 +143,14 @@ def _read_npy(path: Path, allow_pickle: bool) -> Arrays:
         raise _not_what_it_says(path, "one array of NumPy", error) from error
     except EOFError as error:
         raise _not_what_it_says(path, "one array of NumPy", "it ends too early") from error
+    except (MemoryError, OverflowError) as error:
+        raise _not_what_it_says(path, "one array of NumPy", _TOO_LARGE) from error
 
 
 def _typed(values: Any) -> Any:
     """NumPy writes bfloat16, which it does not know, as two bytes without a type."""
+    if isinstance(values, bytes):
+        raise ValueError("a file in it is no array")
     if values.dtype == np.dtype("V2"):
         return _bfloat16(values.tobytes(), values.shape)
     return values
@@ -156,6 +178,8 @@ def _read_npz(path: Path, allow_pickle: bool) -> Arrays:
         raise _not_what_it_says(path, "arrays of NumPy in a zip archive", error) from error
     except (zipfile.BadZipFile, EOFError, KeyError, NotImplementedError) as error:
         raise _not_what_it_says(path, "arrays of NumPy in a zip archive", error) from error
+    except (MemoryError, OverflowError) as error:
+        raise _not_what_it_says(path, "arrays of NumPy in a zip archive", _TOO_LARGE) from error
 
 
 def _read_safetensors(path: Path, allow_pickle: bool) -> Arrays:
@@ -168,15 +192,38 @@ def _read_safetensors(path: Path, allow_pickle: bool) -> Arrays:
             raise _not_what_it_says(path, "tensors of safetensors", "its header has no length")
         try:
             header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            return {name: _tensor(file, entry, 8 + length, size) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
+            why = "its header is no JSON"
+            raise _not_what_it_says(path, "tensors of safetensors", why) from error
+        try:
+            return {
+                name: _tensor(file, entry, 8 + length, size)
+                for name, entry in _table(header).items()
+                if name != "__metadata__"
+            }
+        except ValueError as error:
             raise _not_what_it_says(path, "tensors of safetensors", error) from error
 
 
-def _tensor(file: Any, entry: Mapping[str, Any], start: int, end: int) -> Any:
-    kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
-    first, last = (int(offset) for offset in entry["data_offsets"])
+def _table(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("its header is no table of tensors")
+    return value
+
+
+def _whole(entry: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    numbers = entry.get(name)
+    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+        raise ValueError(f"the {name} of a tensor are no whole numbers")
+    return tuple(numbers)
+
+
+def _tensor(file: Any, entry: Any, start: int, end: int) -> Any:
+    kind, shape = _table(entry).get("dtype"), _whole(entry, "shape")
+    offsets = _whole(entry, "data_offsets")
+    if len(offsets) != 2:
+        raise ValueError("a tensor has no beginning and end")
+    first, last = offsets
     if not 0 <= first <= last <= end - start or min(shape, default=0) < 0:
         raise ValueError("a tensor lies outside of the file")
     file.seek(start + first)
@@ -231,8 +278,8 @@ def _read_torch(path: Path, allow_pickle: bool) -> Arrays:
     found = dict(_tensors(loaded, ""))
     if not found:
         raise ArgumentError(
-            f"A {path.suffix} file holds tensors. '{path}' holds a {type(loaded).__name__} "
-            "without any. Save a tensor, or a dict of tensors."
+            f"A {path.suffix} file holds tensors. {with_article(loaded)} without any is in "
+            f"'{path}'. Save a tensor, or a dict of tensors."
         )
     return found
 
