@@ -18,6 +18,7 @@ from axisnorm.lens.explain import explain, partition, statistics_dimensions
 from axisnorm.lens.family import family_of, reasons, refines
 from axisnorm.lens.half_types import rounded
 from axisnorm.lens.meaning import Meaning, alike
+from axisnorm.lens.naming import in_words
 from axisnorm.lens.subject import Subject
 from axisnorm.scheme import ArgumentError
 
@@ -764,3 +765,36 @@ def test_an_uncentred_value_over_a_deviation_has_no_root_mean_square():
 def test_where_eps_stands_is_said_in_whole_sentences(placement, said):
     found = compare("... [d]", f"... [d]; eps_placement={placement}", (2, 4))
     assert f"eps in a stands inside the root, {said}." in " ".join(found.differences)
+
+
+def test_a_norm_without_a_bias_is_said_to_have_none():
+    """LayerNorm and RMSNorm were said to have weights and biases that vary alike."""
+    for a, b in (("LayerNorm(4)", "RMSNorm(4)"), ("LayerNorm", torch.nn.RMSNorm(4))):
+        found = compare(a, b, (2, 3, 4))
+        assert found.affine == "different"
+        assert "Weight and bias against weight alone, of shape (4,) along axis 2." in (
+            found.differences
+        )
+        (agreement,) = found.agreements
+        assert agreement.condition.endswith("with the same constants and without a bias.")
+        # The same picture twice would show nothing.
+        assert "a: weights of shape" not in found.to_text(width=120)
+    # Where a notation leaves it open, the weights are what is compared.
+    found = compare("torch.layer_norm", "llama.rms_norm", (2, 3, 4))
+    assert found.affine == "equal"
+    assert "The weight varies alike: shape (4,) along axis 2." in found.equalities
+    assert "b, which subtracts no mean, is not used with a bias." in found.equalities
+    same = compare("llama.rms_norm", "gemma.rms_norm", (2, 3, 4))
+    assert same.parts[1].sentences == ("The weight varies alike: shape (4,) along axis 2.",)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 6, 4, 4), (5, 6)])
+def test_one_group_of_channels_is_all_of_them(shape):
+    """GroupNorm(1) was said to have one mean a sample and group of channels."""
+    for groups, plain in ((1, "n [c ...]"), (shape[1], "n c [...]")):
+        if shape[1] == groups and len(shape) < 3:
+            continue
+        scheme = Scheme.group_norm(groups)
+        assert in_words(scheme, shape) == in_words(Scheme(plain, affine="c"), shape)
+    if shape[1] % 2 == 0:
+        assert "group of channels" in in_words(Scheme.group_norm(2), shape)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import sys
 import tracemalloc
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import axisnorm.nn
+from axisnorm.lens.compare import compare
 from axisnorm.lens.explain import explain, named_norms, partition
 from axisnorm.lens.family import unsized
 from axisnorm.scheme import ArgumentError, DtypeError, Scheme
@@ -183,11 +185,132 @@ def test_every_norm_that_is_listed_can_be_asked_for():
         ("GroupNorm(2, 'a')", "A size is a whole number"),
         ("BatchNorm2d(3)", "an axis of 3 elements"),
         ("layer_norm", "Did you mean 'torch.layer_norm'"),
+        ("F.layer_norm", "Did you mean 'torch.layer_norm'?"),
+        ("LayrNorm(4)", "'LayrNorm\\(4\\)' came. Did you mean LayerNorm"),
+        ("layer_norm(4)", "Did you mean LayerNorm"),
+        ("nn.groupnorm(2, 4)", "Did you mean GroupNorm"),
+        ("BatchNorm4d(4)", "Did you mean BatchNorm"),
+        ("LayerNorm(4", "closing parenthesis"),
+        ("LayerNorm(4).cuda()", "Write the call alone"),
+        ("BatchNorm2d(4)", "A BatchNorm2d\\(4\\) takes inputs of 4 axes. Shape \\(2, 4\\) has 2"),
+        ("InstanceNorm2d", "takes inputs of 3 or 4 axes"),
+        (torch.nn.BatchNorm2d(4), "A BatchNorm2d takes inputs of 4 axes"),
+        (axisnorm.nn.BatchNorm3d(4), "A BatchNorm3d takes inputs of 5 axes"),
+        (torch.nn.LazyBatchNorm1d(), "A lazy module has its sizes from its first input"),
+        (torch.nn.Linear, "The class Linear came"),
+        (int, "The class int came"),
+        ("n(g c)", "brackets"),
     ],
+    ids=str,
 )
 def test_constructors_that_cannot_be_read(written, message):
     with pytest.raises(ArgumentError, match=message):
         axisnorm.explain(written, (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("written", "module", "shape"),
+    [
+        ("LayerNorm(4)", nn.LayerNorm(4), (2, 3, 4)),
+        ("LayerNorm", nn.LayerNorm(4), (2, 3, 4)),
+        (nn.LayerNorm, nn.LayerNorm(4), (2, 3, 4)),
+        (axisnorm.nn.LayerNorm2d, axisnorm.nn.LayerNorm2d(3), (2, 3, 4, 4)),
+        ("LayerNorm2d(3)", axisnorm.nn.LayerNorm2d(3), (2, 3, 4)),
+        ("LayerNorm(4, bias=False)", nn.LayerNorm(4, bias=False), (2, 3, 4)),
+        ("LayerNorm(4, elementwise_affine=False)", nn.LayerNorm(4, elementwise_affine=False), (2, 4)),
+        ("RMSNorm(4)", nn.RMSNorm(4), (2, 3, 4)),
+        ("RMSNorm(4, elementwise_affine=False)", nn.RMSNorm(4, elementwise_affine=False), (2, 4)),
+        ("GroupNorm(2, 4, affine=False)", nn.GroupNorm(2, 4, affine=False), (2, 4, 3)),
+        ("BatchNorm1d(3)", nn.BatchNorm1d(3), (2, 3, 4)),
+        ("BatchNorm1d(3).train()", nn.BatchNorm1d(3), (2, 3)),
+        ("BatchNorm1d(3).eval()", nn.BatchNorm1d(3).eval(), (2, 3)),
+        ("SyncBatchNorm(3)", nn.SyncBatchNorm(3), (2, 3, 4)),
+        ("BatchNorm2d(3, affine=False).eval()", nn.BatchNorm2d(3, affine=False).eval(), (2, 3, 4, 4)),
+        *(
+            (f"BatchNorm1d(3, track_running_stats=False){mode}",
+             nn.BatchNorm1d(3, track_running_stats=False).train(not mode), (2, 3, 4))
+            for mode in ("", ".eval()")
+        ),
+        *(
+            (f"InstanceNorm1d(3, affine={affine}, track_running_stats={track}){mode}",
+             nn.InstanceNorm1d(3, affine=affine, track_running_stats=track).train(not mode), shape)
+            for affine in (True, False)
+            for track in (True, False)
+            for mode in ("", ".eval()")
+            for shape in ((2, 3, 4), (3, 4))
+        ),
+        ("InstanceNorm2d(3)", nn.InstanceNorm2d(3), (3, 4, 5)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_written_is_the_module_that_it_makes(written, module, shape):
+    found, expected = explain(written, shape), explain(module, shape)
+    assert unsized(found.scheme) == unsized(expected.scheme)
+    assert found.parameters == expected.parameters
+    assert np.array_equal(found.group_index, expected.group_index)
+    assert found.formula == expected.formula
+    assert found.equivalents == expected.equivalents
+    if isinstance(module, nn.Module) and not isinstance(module, nn.SyncBatchNorm):
+        # What it is said to compute is what it computes.
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        y = explain(module, x).worked.y
+        assert y == pytest.approx(module(x).flatten()[0].item(), rel=1e-4, abs=1e-6)
+    assert compare(written, module, shape).same
+
+
+def test_a_batch_norm_is_the_batch_norm():
+    """It was said to differ from BatchNorm, which keeps running statistics."""
+    said = "keeps running statistics, and uses them in eval mode"
+    for subject in ("torch.batch_norm", "BatchNorm1d(3)", nn.BatchNorm1d(3), "onnx15.batch_norm"):
+        (batch,) = explain(subject, (2, 3, 4)).equivalents
+        stored = "running_correction: 1, here 0"
+        assert batch.differences == ((stored,) if subject == "onnx15.batch_norm" else ())
+    for subject in ("[n] c [...]; affine=c", nn.BatchNorm1d(3, track_running_stats=False)):
+        (batch,) = explain(subject, (2, 3, 4)).equivalents
+        assert batch.differences == (said,)
+    tracked = explain(nn.InstanceNorm1d(3, track_running_stats=True), (2, 3, 4)).equivalents
+    assert "InstanceNorm" in [one.name for one in tracked]
+    assert not any(one.same for one in tracked)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (np.array([["a", "b"]]), "Give numbers"),
+        (np.array([[None, 1.0]]), "The tensor is object"),
+        (np.zeros((1, 2), "M8[s]"), "Give numbers"),
+        (np.zeros((1, 2), [("a", "f4")]), "Give numbers"),
+        (torch.zeros(1, 2, device="meta"), "a dense tensor with values"),
+        (torch.zeros(1, 2).to_sparse(), "a dense tensor with values"),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", value)),
+)
+def test_tensors_without_numbers(tensor, said):
+    for ask in (
+        lambda: explain("... [d]", tensor),
+        lambda: compare("... [d]", "[...]", tensor),
+    ):
+        with pytest.raises((ArgumentError, DtypeError), match=said):
+            ask()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_has_no_shape():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)])
+    for ask in (explain, lambda subject, x: compare(subject, subject, x)):
+        with pytest.raises(ArgumentError, match="A nested tensor has several"):
+            ask("... [d]", nested)
+
+
+def test_the_order_of_bytes_does_not_matter():
+    x = np.random.default_rng(0).standard_normal((2, 8)).astype(np.float16)
+    swapped = x.astype(x.dtype.newbyteorder())
+    assert explain("llama.rms_norm", swapped).to_json() == explain("llama.rms_norm", x).to_json()
+
+
+def test_a_negative_eps_is_subtracted():
+    assert "sqrt(var[i] - 1)" in explain("... [d]; eps=-1", (2, 3)).formula
+    assert "(sqrt(var[i]) - 1)" in explain("... [d]; eps=-1; eps_placement=std", (2, 3)).formula
 
 
 def test_functions():
@@ -257,6 +380,39 @@ def test_every_intermediate_value():
     assert said["normalized"][0] == "(x - mean) / root"
     assert said["normalized"][1] == pytest.approx([-0.8165, 0, 1.6330, -0.8165], abs=5e-5)
     assert list(said)[-1] == "y"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding", ["once", "before_affine"])
+def test_the_followed_element_is_what_its_line_says(dtype, rounding):
+    """The last lines multiplied what was not rounded yet, and had no sign of it."""
+    x = torch.tensor([[-1.3, 0.4, 2.7], [0.1, 5.0, -2.2]], dtype=dtype)
+    weight = torch.tensor([-1.7, 0.3, 2.9], dtype=dtype)
+    call = functools.partial(
+        axisnorm.rms_norm, normalized_shape=3, weight=weight, rounding=rounding, eps=1e-6
+    )
+    found = explain(call, x)
+    (x_name, x_line), (y_name, y_line) = found.worked.followed(found.scheme, "{:.17g}".format)
+    assert (x_name, y_name) == ("x[0, 0]", "y[0, 0]")
+    y_sum, _, y_result = y_line.partition(" = ")
+    assert eval(y_sum) == pytest.approx(float(y_result.split(",")[0]), rel=2**-7)
+    assert y_line.endswith(f", rounded to {str(dtype)[6:]}") == (dtype != torch.float32)
+    # What is multiplied is what the line before ended with.
+    assert y_line.startswith(re.split(", rounded | = ", x_line)[-1])
+    assert (" rounded " in x_line) == (rounding == "before_affine" and dtype != torch.float32)
+    assert "* (-1.7" in y_line
+    assert eval(x_line.split(" = ")[0]) == pytest.approx(found.worked.normalized, rel=1e-5)
+    text = found.to_text(width=120, color=False)
+    assert "weight" in text.split("One group by hand")[1].split("y[0, 0]")[0]
+
+
+def test_weights_that_vary_in_the_group_are_written_out():
+    norm = nn.LayerNorm(3)
+    norm.weight.data, norm.bias.data = torch.tensor([1.0, 2.0, -3.0]), torch.tensor([0.0, 5.0, 0.0])
+    steps = {s.name: s.values for s in explain(norm, torch.tensor([[1.0, 2.0, 4.0]])).worked.steps}
+    assert steps["weight"] == (1, 2, -3) and steps["bias"] == (0, 5, 0)
+    by_hand = np.array(steps["normalized"]) * steps["weight"] + steps["bias"]
+    assert steps["y"] == pytest.approx(by_hand)
 
 
 WORKED = [

@@ -315,8 +315,8 @@ def test_the_order_of_bytes_and_of_axes_does_not_matter(folder, arrays):
         (np.zeros(3, bool), "Convert it, as in x.astype('float64')."),
         (np.zeros(3, np.longdouble), "Convert it, as in x.astype('float64')."),
         (torch.arange(3), "x is int64. Convert it, as in x.double()."),
-        ([1.0, 2.0], "A list came for x."),
-        (3, "An int came for x."),
+        ([1.0, 2.0], "x is a list."),
+        (3, "x is an int."),
     ],
     ids=str,
 )

@@ -339,10 +339,23 @@ def _affine(a: Meaning, b: Meaning) -> Part:
         one, two = (" and ".join(n) if len(n) > 1 else f"{n[0]} alone" for n in there)
         sentence = f"{one.capitalize()} against {two}, of {_varies(a)}."
         return Part("affine", "different", (sentence,))
-    said = f"Weight and bias vary alike: {_varies(a)}"
+    there = [_parameters(meaning) for meaning in (a, b)]
+    common = [name for name in there[0] if name in there[1]]
+    who = "Weight and bias vary" if len(common) > 1 else f"The {common[0]} varies"
+    said = [f"{who} alike: {_varies(a)}"]
     if a.sizes.affine_shape != b.sizes.affine_shape:
-        said += f", stored in shape {b.sizes.affine_shape} by b"
-    return Part("affine", "equal", (f"{said}.",))
+        said[0] += f", stored in shape {b.sizes.affine_shape} by b"
+    for name, own, others in (("a", *there), ("b", *reversed(there))):
+        if len(own) < len(others):
+            said.append(f"{name}, which subtracts no mean, is not used with a bias")
+    return Part("affine", "equal", tuple(f"{one}." for one in said))
+
+
+def _parameters(meaning: Meaning) -> list[str]:
+    """Which of weight and bias there are; where that is open, those that such norms have."""
+    open_ = meaning.subject.parameters is None
+    usual = ("weight", "bias") if meaning.scheme.center or not open_ else ("weight",)
+    return [name for name in usual if meaning.has(name)]
 
 
 def _repeated(finer: str, coarser: str, one: Partition, two: Partition) -> str:

@@ -3,61 +3,128 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..presets import PRESETS
 from ..scheme import ArgumentError, Scheme
 
-__all__ = ["constructed"]
+__all__ = ["Written", "constructed", "likely_constructor", "without_affine"]
 
 _WRITTEN = re.compile(
     r"(?:torch\.|axisnorm\.)?(?:nn\.)?(?P<name>[A-Za-z]\w*?)(?P<rank>[123]d)?"
-    r"\s*(?P<call>\(.*?\))?(?P<eval>\.eval\(\)| in eval)?"
+    r"\s*(?P<call>\(.*?\))?(?:(?:\.| in )(?P<mode>eval|train)(?:\(\))?)?"
 )
 
 
-def constructed(text: str) -> Scheme | None:
-    """The scheme of a norm that is written as its constructor's call or as its class, else None.
+class Written(NamedTuple):
+    """A norm as its constructor's call says it."""
+
+    scheme: Scheme
+    parameters: frozenset[str]
+    """Which of weight and bias it has."""
+    keeps_running: bool = False
+    """Whether its training moves running statistics."""
+    ndims: tuple[int, ...] = ()
+    """How many axes its input has, where its name says so."""
+    unbatched: int | None = None
+    """With so many axes its input has none for the samples."""
+
+
+def constructed(text: str) -> Written | None:
+    """The norm that is written as its constructor's call or as its class, else None.
 
     Names, arguments and defaults are those of torch.nn and axisnorm.nn. A class alone stands for
-    the norm with weight and bias.
+    the norm with all of its parameters.
 
     Raises:
         ArgumentError: the arguments are not those of the constructor.
 
-    >>> constructed("nn.GroupNorm(2, 6)")
+    >>> constructed("nn.GroupNorm(2, 6)").scheme
     Scheme('n (g=2 [c=3]) [...]; affine=g c')
-    >>> constructed("LayerNorm((3, 4), eps=1e-12)")
+    >>> constructed("LayerNorm((3, 4), eps=1e-12)").scheme
     Scheme('... [(s=3) (d=4)]; affine=s d; eps=1e-12')
-    >>> constructed("BatchNorm2d(64).eval()").statistics
+    >>> constructed("BatchNorm2d(64).eval()").scheme.statistics
     'running'
+    >>> sorted(constructed("LayerNorm(4)").parameters), sorted(constructed("RMSNorm").parameters)
+    (['bias', 'weight'], ['weight'])
     >>> constructed("n (g [c])") is None
     True
     """
     match = _WRITTEN.fullmatch(text.strip())
     if match is None:
         return None
-    name, rank, call, evaluated = match.group("name", "rank", "call", "eval")
+    name, rank, call, mode = match.group("name", "rank", "call", "mode")
     make = _CONSTRUCTORS.get(name + (rank or "")) or _CONSTRUCTORS_BY_RANK.get(name)
     if make is None:
         return None
-    found = PRESETS[_CLASSES[make]] if call is None else _called(make, name + (rank or ""), call)
-    if evaluated and make is _batch_norm:
-        found = found.replace(statistics="running")
+    if call is None:
+        scheme = PRESETS[_CLASSES[make]]
+        both = frozenset({"weight", "bias"} if scheme.center else {"weight"})
+        found = Written(scheme, both, make is _batch_norm)
+    else:
+        found = _called(make, name + (rank or ""), call)
+    if mode == "eval" and found.keeps_running:
+        found = found._replace(scheme=found.scheme.replace(statistics="running"))
+    if not found.parameters:
+        found = found._replace(scheme=without_affine(found.scheme))
+    if rank and name in _CONSTRUCTORS_BY_RANK:
+        space = int(rank[0])
+        less = space == 1 or make is _instance_norm
+        found = found._replace(ndims=(space + 1, space + 2) if less else (space + 2,))
+        if make is _instance_norm:
+            found = found._replace(unbatched=space + 1)
     return found
 
 
-def _called(make: Callable[..., Scheme], name: str, call: str) -> Scheme:
+def without_affine(scheme: Scheme) -> Scheme:
+    """The scheme of the norm without weight and bias.
+
+    >>> without_affine(Scheme.instance_norm(statistics="running"))
+    Scheme('[n] c [...]; statistics=running')
+    """
+    if scheme.statistics != "running":
+        return scheme.replace(affine="")
+    # There affine says along which axes the running statistics vary; now brackets say it: those of
+    # InstanceNorm are shared by the samples too.
+    words = []
+    for axis in scheme.parsed:
+        parts = [str(part) if part.name in scheme.affine.split() else f"[{part}]" for part in axis]
+        words.append(f"({' '.join(parts)})" if len(axis) > 1 or axis[0].size else parts[0])
+    return scheme.replace(axes=" ".join(words), affine="")
+
+
+def likely_constructor(text: str) -> str | None:
+    """The constructor that is meant by a call that is none, else None.
+
+    >>> likely_constructor("LayrNorm(4)"), likely_constructor("layernorm(4)")
+    ('LayerNorm', 'LayerNorm')
+    >>> likely_constructor("n(g [c])") is None
+    True
+    """
+    match = re.match(r"(?:torch\.|axisnorm\.)?(?:nn\.)?([A-Za-z_]\w*)\(", text.strip())
+    if match is None:
+        return None
+    names = [
+        *_CONSTRUCTORS,
+        *(f"{n}{d}" for n in _CONSTRUCTORS_BY_RANK for d in ("1d", "2d", "3d")),
+    ]
+    plain = {name.lower(): name for name in reversed(names)}
+    near = difflib.get_close_matches(match[1].lower().replace("_", ""), plain, n=1)
+    return plain[near[0]] if near else None
+
+
+def _called(make: Callable[..., Written], name: str, call: str) -> Written:
     takes = inspect.signature(make)
     try:
         args, given = _literals(call)
     except (ValueError, SyntaxError) as error:
         raise ArgumentError(
             f"A constructor's arguments are numbers here, as in {name}{_without_types(takes)}. "
-            f"'{name}{call}' came. Write the numbers that the names stand for."
+            f"'{name}{call}' came. Write the call alone, with the numbers that names stand for."
         ) from error
     try:
         takes.bind(*args, **given)
@@ -77,7 +144,11 @@ def _without_types(signature: inspect.Signature) -> str:
 def _literals(call: str) -> tuple[list[object], dict[str, object]]:
     """The literals between parentheses, by position and by name."""
     found = ast.parse(f"f{call}", mode="eval").body
-    if not isinstance(found, ast.Call) or any(word.arg is None for word in found.keywords):
+    if (
+        not isinstance(found, ast.Call)
+        or not isinstance(found.func, ast.Name)
+        or any(word.arg is None for word in found.keywords)
+    ):
         raise ValueError(call)
     return (
         [ast.literal_eval(arg) for arg in found.args],
@@ -85,23 +156,29 @@ def _literals(call: str) -> tuple[list[object], dict[str, object]]:
     )
 
 
+def _written(
+    scheme: Scheme, affine: object, bias: object = True, *, keeps_running: object = False
+) -> Written:
+    names = {"weight": affine, "bias": affine and bias}
+    parameters = frozenset(name for name, there in names.items() if there)
+    return Written(scheme, parameters, bool(keeps_running))
+
+
 def _layer_norm(
     normalized_shape: int | Sequence[int],
     eps: float = 1e-5,
     elementwise_affine: bool = True,
     bias: bool = True,
-) -> Scheme:
-    found = Scheme.layer_norm(normalized_shape, eps=eps)
-    return found if elementwise_affine else found.replace(affine="")
+) -> Written:
+    return _written(Scheme.layer_norm(normalized_shape, eps=eps), elementwise_affine, bias)
 
 
 def _rms_norm(
     normalized_shape: int | Sequence[int],
     eps: float | None = None,
     elementwise_affine: bool = True,
-) -> Scheme:
-    found = Scheme.rms_norm(normalized_shape, eps=eps)
-    return found if elementwise_affine else found.replace(affine="")
+) -> Written:
+    return _written(Scheme.rms_norm(normalized_shape, eps=eps), elementwise_affine, bias=False)
 
 
 def _group_norm(
@@ -110,7 +187,7 @@ def _group_norm(
     eps: float = 1e-5,
     affine: bool = True,
     bias: bool = True,
-) -> Scheme:
+) -> Written:
     found = Scheme.group_norm(num_groups, eps=eps)
     if num_channels is not None:
         whole = isinstance(num_channels, int)
@@ -120,19 +197,19 @@ def _group_norm(
                 f"{num_groups} and {num_channels} came. Give a divisor."
             )
         found = found.with_sizes({"c": num_channels // num_groups if whole else num_channels})
-    return found if affine else found.replace(affine="")
+    return _written(found, affine, bias)
 
 
 def _instance_norm(
     num_features: int,
     eps: float = 1e-5,
-    momentum: float = 0.1,
+    momentum: float | None = 0.1,
     affine: bool = False,
     track_running_stats: bool = False,
     bias: bool = True,
-) -> Scheme:
+) -> Written:
     found = Scheme.instance_norm(eps=eps, momentum=momentum).with_sizes({"c": num_features})
-    return found if affine else found.replace(affine="")
+    return _written(found, affine, bias, keeps_running=track_running_stats)
 
 
 def _batch_norm(
@@ -142,29 +219,30 @@ def _batch_norm(
     affine: bool = True,
     track_running_stats: bool = True,
     bias: bool = True,
-) -> Scheme:
+) -> Written:
     found = Scheme.batch_norm(eps=eps, momentum=momentum).with_sizes({"c": num_features})
-    return found if affine else found.replace(affine="")
+    return _written(found, affine, bias, keeps_running=track_running_stats)
 
 
 def _layer_norm_2d(
     num_channels: int, eps: float = 1e-6, elementwise_affine: bool = True, bias: bool = True
-) -> Scheme:
+) -> Written:
     found = Scheme.layer_norm_2d(eps=eps).with_sizes({"c": num_channels})
-    return found if elementwise_affine else found.replace(affine="")
+    return _written(found, elementwise_affine, bias)
 
 
-_CONSTRUCTORS: dict[str, Callable[..., Scheme]] = {
+_CONSTRUCTORS: dict[str, Callable[..., Written]] = {
     "LayerNorm": _layer_norm,
     "RMSNorm": _rms_norm,
     "GroupNorm": _group_norm,
     "LayerNorm2d": _layer_norm_2d,
+    "SyncBatchNorm": _batch_norm,
 }
-_CONSTRUCTORS_BY_RANK: dict[str, Callable[..., Scheme]] = {
+_CONSTRUCTORS_BY_RANK: dict[str, Callable[..., Written]] = {
     "InstanceNorm": _instance_norm,
     "BatchNorm": _batch_norm,
 }
-_CLASSES: dict[Callable[..., Scheme], str] = {
+_CLASSES: dict[Callable[..., Written], str] = {
     _layer_norm: "torch.layer_norm",
     _rms_norm: "torch.rms_norm",
     _group_norm: "torch.group_norm",

@@ -222,7 +222,7 @@ def explained(subject: Subject, shape: tuple[int, ...], tensor: Any = None) -> E
     for name, value in (("weight", subject.weight), ("bias", subject.bias)):
         if value is not None:
             sizes.check_parameter(name, value.shape)
-    dtype = "float32" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    dtype = "float32" if tensor is None else type_name(tensor)
     if not dtype.startswith(("float", "bfloat", "longdouble", "complex")):
         # Integers stand here for the numbers of an example; a norm does not take them.
         dtype = "float32"
@@ -233,7 +233,7 @@ def explained(subject: Subject, shape: tuple[int, ...], tensor: Any = None) -> E
         sizes,
         subject.name,
         choose(scheme, shape, dtype, affine=affine, running=running),
-        tuple(_equivalents(scheme, sizes)),
+        tuple(_equivalents(scheme, sizes, bool(subject.keeps_running))),
         parameters=subject.parameters,
     )
     if tensor is None or math.prod(shape) == 0:
@@ -354,7 +354,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*low, *(number // d for d in low)})
 
 
-def _equivalents(scheme: Scheme, sizes: Sizes) -> Iterator[Equivalent]:
+def _equivalents(scheme: Scheme, sizes: Sizes, keeps_running: bool) -> Iterator[Equivalent]:
     own = partition(sizes, statistics_dimensions(sizes))
     seen: set[Partition] = set()
     for name, named in named_norms(sizes.shape):
@@ -369,12 +369,12 @@ def _equivalents(scheme: Scheme, sizes: Sizes) -> Iterator[Equivalent]:
         if name.endswith("channels last") and affine in seen:
             continue
         seen.add(affine)
-        differences = tuple(_differences(name, scheme, sizes, named, other))
+        differences = tuple(_differences(name, scheme, sizes, named, other, keeps_running))
         yield Equivalent(name, named, other.affine_shape, differences)
 
 
 def _differences(
-    name: str, scheme: Scheme, sizes: Sizes, named: Scheme, other: Sizes
+    name: str, scheme: Scheme, sizes: Sizes, named: Scheme, other: Sizes, keeps_running: bool
 ) -> Iterator[str]:
     if scheme.affine and partition(sizes, sizes.layout.affine) != partition(
         other, other.layout.affine
@@ -385,10 +385,17 @@ def _differences(
             there = "none"
         own = f"{_shape_text(sizes.affine_shape)} along {_affine_axes(sizes)}"
         yield f"weight and bias: {there}, here {own}"
-    if name.startswith("BatchNorm") and scheme.statistics == "batch":
-        yield "keeps running statistics, and uses them in eval mode"
-    # eps is an argument of every named norm; these are not.
-    for field in ("correction", "scale", "eps_placement", "weight_offset", "rounding"):
+    if scheme.statistics == "batch" and name.startswith("BatchNorm") != keeps_running:
+        yield (
+            "keeps no running statistics; here they are used in eval mode"
+            if keeps_running
+            else "keeps running statistics, and uses them in eval mode"
+        )
+    # eps and momentum are arguments of the named norms; these are not.
+    fields = ["correction", "scale", "eps_placement", "weight_offset", "rounding"]
+    if keeps_running and name.startswith("BatchNorm"):
+        fields.append("running_correction")
+    for field in fields:
         here, there_value = getattr(scheme, field), getattr(named, field)
         if here != there_value:
             yield f"{field}: {_plain(there_value)}, here {_plain(here)}"
@@ -432,10 +439,11 @@ def _formula(explanation: Explanation) -> Iterator[str]:
         "var": f"({var}",
         "sqrt_std": f"sqrt(sqrt({var})",
     }.get(scheme.scale, f"sqrt({spread}")
+    plus = f"- {eps[1:]}" if eps.startswith("-") else f"+ {eps}"
     if scheme.eps_placement == "variance":
-        below = f"{root} + {eps})"
+        below = f"{root} {plus})"
     elif scheme.eps_placement == "std":
-        below = f"({root}) + {eps})"
+        below = f"({root}) {plus})"
     else:
         below = f"max({root}), {eps})"
     result = f"(x - {mean}) / {below}" if center else f"x / {below}"
@@ -473,17 +481,35 @@ def _divisor(n: int, correction: float) -> str:
 # The numbers of one tensor
 
 
+def type_name(tensor: Any) -> str:
+    """The type of a tensor's elements, as in ``"float32"``, whatever their order of bytes."""
+    return str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch.")
+
+
 def finite_double(tensor: Any) -> NDArray[np.float64]:
     """A tensor of torch or NumPy in float64.
 
     Raises:
-        ArgumentError: it holds NaN or infinity.
-        DtypeError: it is complex.
+        ArgumentError: it holds NaN or infinity, or no values at all.
+        DtypeError: it is complex, or of no numbers.
     """
+    if getattr(tensor.dtype, "kind", "f") in "OSUVMm" and type_name(tensor) != "bfloat16":
+        raise DtypeError(
+            "A group is worked through on real numbers. "
+            f"The tensor is {type_name(tensor)}. Give numbers, or only its shape."
+        )
+    layout = str(getattr(tensor, "layout", "torch.strided"))
+    if getattr(tensor, "is_meta", False) or layout != "torch.strided":
+        raise ArgumentError(
+            "A group is worked through on a dense tensor with values. This one has none. "
+            "Make it dense, or give only its shape."
+        )
+    if getattr(tensor, "is_quantized", False):
+        tensor = tensor.dequantize()
     if "complex" in str(tensor.dtype):
         raise DtypeError(
             "A group is worked through on real numbers. "
-            f"The tensor is {str(tensor.dtype).removeprefix('torch.')}. Give its real part."
+            f"The tensor is {type_name(tensor)}. Give its real part."
         )
     x = double(tensor)
     assert x is not None
@@ -518,7 +544,7 @@ def double(value: Any) -> NDArray[np.float64] | None:
     if value is None:
         return None
     if hasattr(value, "detach"):
-        value = value.detach().cpu().double().numpy()
+        value = value.detach().cpu().resolve_neg().double().numpy()
     return np.asarray(value).astype(np.float64)
 
 
@@ -547,7 +573,7 @@ def _with_numbers(explanation: Explanation, tensor: Any, subject: Subject) -> Ex
             np.asarray(values, dtype=np.float64).reshape(explanation.statistics_shape)
             for values in (moments.mean, moments.var)
         )
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = type_name(tensor)
     told = explanation.statistics_dimensions
     worked = work_through(sizes, told, x, mean, var, weight, bias, dtype)
     return dataclasses.replace(explanation, mean=mean, var=var, worked=worked, x=x)

@@ -142,8 +142,8 @@ def _check(arrays: dict[str, Any]) -> None:
             continue
         if not (hasattr(array, "dtype") and hasattr(array, "shape")):
             raise ArgumentError(
-                "identify takes arrays of NumPy or torch. "
-                f"{with_article(array)} came for {name}. Convert it with numpy.asarray."
+                f"identify takes arrays of NumPy or torch. {name} is a"
+                f"{with_article(array)[1:]}. Convert it with numpy.asarray."
             )
         dtype = str(array.dtype).removeprefix("torch.")
         if dtype not in ("float16", "bfloat16", "float32", "float64"):

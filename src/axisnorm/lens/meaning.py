@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from .. import reference
-from ..presets import PRESETS
 from ..scheme import Scheme, Sizes
 from .explain import Partition, axis_dimensions, partition, statistics_dimensions
 from .half_types import HALF_TYPES
@@ -127,8 +126,6 @@ class Meaning:
             return self.subject.keeps_running
         if self.running:
             return True
-        if self.subject.name in PRESETS:
-            return "batch_norm" in self.subject.name
         layout = self.sizes.layout
         if not layout.kept or 0 not in layout.reduced_axes or layout.ndim < 2:
             return False

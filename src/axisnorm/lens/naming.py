@@ -39,20 +39,20 @@ def in_words(scheme: Scheme, shape: Sequence[int]) -> str:
 
     >>> in_words(Scheme.layer_norm(), (8, 24, 384)), in_words(Scheme.batch_norm(), (8, 3, 7, 7))
     ('one mean a token', 'one mean a channel')
-    >>> in_words(Scheme.group_norm(4), (8, 32, 7, 7))
-    'one mean a sample and group of channels'
+    >>> in_words(Scheme.group_norm(4), (8, 32, 7, 7)), in_words(Scheme.group_norm(1), (8, 32, 7, 7))
+    ('one mean a sample and group of channels', 'one mean a sample')
     """
     sizes = scheme.layout(len(shape)).sizes(tuple(shape))
     running = "running " if scheme.statistics == "running" else ""
     what = f"one {running}{kind_of_mean(scheme)}"
     layout = sizes.layout
-    split = [i for i, axis in enumerate(layout.axes) if len({part.reduced for part in axis}) > 1]
+    told = statistics_dimensions(sizes)
+    # Of an axis that is split its parts of one element say nothing.
+    parts = [[i for i in own if sizes.expanded[i] != 1] or own for own in axis_dimensions(sizes)]
+    split = [axis for axis, own in enumerate(parts) if len({i in told for i in own}) > 1]
     if split:
         return f"{what} {_of_parts(sizes, split[0])}"
-    told = statistics_dimensions(sizes)
-    reduced = tuple(
-        axis for axis, own in enumerate(axis_dimensions(sizes)) if not any(i in told for i in own)
-    )
+    reduced = tuple(axis for axis, own in enumerate(parts) if not any(i in told for i in own))
     kept = [i for i in range(len(shape)) if i not in reduced]
     if [layout.axes[i][-1].name for i in kept] == ["c"]:
         return f"{what} a channel"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..presets import PRESETS
 from ..scheme import ArgumentError, Scheme, as_scheme
-from .constructors import constructed
+from .constructors import constructed, likely_constructor, without_affine
 from .models.declared import activation_of, declared_scheme, function_scheme
 
 __all__ = [
@@ -60,8 +60,10 @@ def read_subject(subject: Any, shape: tuple[int, ...], asker: str = "explain") -
     Raises:
         ArgumentError: it is no normalization, or a module that does not take this shape.
     """
+    if isinstance(subject, type):
+        subject = _class_name(subject, asker)
     if isinstance(subject, (Scheme, str)):
-        return Subject(str(subject).strip(), known_scheme(subject))
+        return _read_text(subject, shape)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(subject, torch.nn.Module):
         return _read_module(subject, shape, asker)
@@ -73,7 +75,41 @@ def read_subject(subject: Any, shape: tuple[int, ...], asker: str = "explain") -
     )
 
 
+def _class_name(subject: type, asker: str) -> str:
+    """The name of a class of torch.nn or axisnorm.nn that is a norm."""
+    home, name = subject.__module__.split(".")[0], subject.__name__
+    if home not in ("torch", "axisnorm") or constructed(name) is None:
+        raise ArgumentError(
+            f"{asker} takes modules, and the norm classes of torch.nn and axisnorm.nn. "
+            f"The class {name} came. Give a module that is made of it."
+        )
+    return name
+
+
+def _read_text(subject: Scheme | str, shape: tuple[int, ...]) -> Subject:
+    name = str(subject).strip()
+    written = constructed(name)
+    if written is None:
+        keeps = "batch_norm" in name if name in PRESETS else None
+        return Subject(name, known_scheme(subject), keeps_running=keeps)
+    scheme = written.scheme
+    if len(shape) == written.unbatched:
+        scheme = scheme.replace(axes=re.sub(r"^(n|\[n\]) ", "", scheme.axes))
+    scheme.layout(len(shape)).sizes(shape)
+    if written.ndims and len(shape) not in written.ndims:
+        raise _wrong_rank(name, " or ".join(map(str, written.ndims)), shape)
+    return Subject(name, scheme, parameters=written.parameters, keeps_running=written.keeps_running)
+
+
+def _wrong_rank(name: str, takes: str, shape: tuple[int, ...]) -> ArgumentError:
+    return ArgumentError(
+        f"A {name} takes inputs of {takes} axes. Shape {shape} has {len(shape)}. "
+        "Give a shape that it takes, or the scheme."
+    )
+
+
 def _read_module(module: Any, shape: tuple[int, ...], asker: str) -> Subject:
+    _check_made(module)
     found = declared_scheme(module, len(shape))
     if found is None:
         raise ArgumentError(
@@ -89,7 +125,7 @@ def _read_module(module: Any, shape: tuple[int, ...], asker: str) -> Subject:
     bare = own == {"weight": None, "bias": None}
     return Subject(
         type(module).__name__,
-        _without_affine(found) if bare and found.affine else found,
+        without_affine(found) if bare and found.affine else found,
         own["weight"],
         own["bias"],
         running,
@@ -106,18 +142,6 @@ def _check_plain(activation: str | None, subject: Any, asker: str) -> None:
             f"{asker} is about norms alone. A {name} with activation={activation!r} came. "
             "Leave the activation out, or give the scheme."
         )
-
-
-def _without_affine(scheme: Scheme) -> Scheme:
-    """A scheme whose affine only says along which axes its running statistics vary, in brackets.
-
-    InstanceNorm in evaluation: its running statistics are shared by the samples too.
-    """
-    words = []
-    for axis in scheme.parsed:
-        parts = [str(part) if part.name in scheme.affine.split() else f"[{part}]" for part in axis]
-        words.append(f"({' '.join(parts)})" if len(axis) > 1 or axis[0].size else parts[0])
-    return scheme.replace(axes=" ".join(words), affine="")
 
 
 def _read_function(subject: Any, ndim: int, asker: str) -> Subject:
@@ -161,11 +185,14 @@ def known_scheme(subject: Scheme | str) -> Scheme:
     name = subject.strip() if isinstance(subject, str) else ""
     found = constructed(name)
     if found is not None:
-        return found
+        return found.scheme
     if re.fullmatch(r"\w+(\.\w+)*", name) and name not in PRESETS:
         # Names are compared without their library too: 'layernorm' is near 'layer_norm'.
         last = {preset.split(".", 1)[1]: preset for preset in reversed(list(PRESETS))}
-        near = [last[name]] if name in last else difflib.get_close_matches(name, PRESETS, n=2)
+        rest = name.rpartition(".")[2]
+        near = [last[rest]] if rest in last and not _is_home(name) else (
+            difflib.get_close_matches(name, PRESETS, n=2)
+        )  # fmt: skip
         near = near or [last[word] for word in difflib.get_close_matches(name, last, n=2)]
         meant = " or ".join(f"'{preset}'" for preset in near)
         remedy = f"Did you mean {meant}?" if meant else "axisnorm.PRESETS lists them."
@@ -173,11 +200,49 @@ def known_scheme(subject: Scheme | str) -> Scheme:
             "A norm is a notation with brackets, a constructor's call or a preset's name. "
             f"There is no such preset as '{name}'. {remedy}"
         )
-    return as_scheme(subject)
+    try:
+        return as_scheme(subject)
+    except ArgumentError as error:
+        likely = likely_constructor(name)
+        if likely is None:
+            raise
+        raise ArgumentError(
+            "A constructor's call is one of torch.nn's or axisnorm.nn's norms, with a closing "
+            f"parenthesis. '{name}' came. Did you mean {likely}(...)?"
+        ) from error
+
+
+def _is_home(name: str) -> bool:
+    """Whether there are presets of the library or the model that a name begins with."""
+    return any(preset.startswith(f"{name.split('.')[0]}.") for preset in PRESETS)
+
+
+def _check_made(module: Any) -> None:
+    """Refuse a lazy module that has seen no input."""
+    lazy = sys.modules["torch"].nn.parameter.is_lazy
+    if any(lazy(value) for value in (*module.parameters(), *module.buffers())):
+        raise ArgumentError(
+            "A lazy module has its sizes from its first input. "
+            f"{with_article(module)} without any came. Run it once, or give another."
+        )
+
+
+def _check_rank(module: Any, shape: tuple[int, ...]) -> None:
+    """Refuse inputs of a rank that BatchNorm2d and its kin refuse themselves."""
+    torch = sys.modules["torch"]
+    check = getattr(module, "_check_input_dim", None)
+    if check is not None and math.prod(shape) <= MOST_ELEMENTS:
+        try:
+            check(torch.empty(shape, device="meta"))
+        except ValueError as error:
+            takes = re.search(r"expected (.*?)D? input", str(error))
+            said = takes[1].replace("D", "") if takes else "other numbers of"
+            raise _wrong_rank(type(module).__name__, said, shape) from error
 
 
 def _check_module(module: Any, scheme: Scheme, shape: tuple[int, ...]) -> None:
     """Refuse a shape that the module's own sizes do not fit, also without parameters."""
+    _check_rank(module, shape)
     normalized = getattr(module, "normalized_shape", None)
     said: Any = getattr(module, "num_features", getattr(module, "num_channels", None))
     came: Any = said
@@ -201,6 +266,10 @@ def _check_module(module: Any, scheme: Scheme, shape: tuple[int, ...]) -> None:
 
 def is_shape(value: Any) -> bool:
     """Whether it is a shape, not a tensor that has one."""
+    if getattr(value, "is_nested", False):
+        raise ArgumentError(
+            "An input has one shape. A nested tensor has several. Give one of its tensors."
+        )
     return not hasattr(value, "dtype") or not hasattr(value, "shape")
 
 

@@ -471,12 +471,12 @@ def _level(a: Meaning, b: Meaning) -> str:
 def _remark(a: Meaning, b: Meaning) -> str:
     """What else has to be equal."""
     other = [] if _divides_alike(a, b, "float32") else ["with the same constants"]
-    if a.statistics != b.statistics and (
-        a.varying != b.varying
-        or not same_parameters(a, b)
-        or a.scheme.weight_offset != b.scheme.weight_offset
-    ):
-        other.append("without weight and bias")
+    if a.statistics != b.statistics:
+        if a.varying != b.varying or a.scheme.weight_offset != b.scheme.weight_offset:
+            other.append("without weight and bias")
+        elif not same_parameters(a, b):
+            alone = [name for name in ("weight", "bias") if a.has(name) != b.has(name)]
+            other.append(f"without a {' and a '.join(alone)}")
     return f", {' and '.join(other)}" if other else ""
 
 

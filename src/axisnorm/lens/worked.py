@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,45 @@ class Worked:
     bias: float | None
     y: float
 
+    @property
+    def divides(self) -> float:
+        """What the difference is divided by: it stands before the first line that was divided."""
+        names = [step.name for step in self.steps]
+        return self.steps[names.index("normalized") - 1].values[0]
+
+    def followed(self, scheme: Scheme, said: Callable[[float], str]) -> list[tuple[str, str]]:
+        """The followed element with its numbers put in: what is computed, and how.
+
+        Args:
+            scheme: that is worked through.
+            said: writes a number.
+        """
+        steps = {step.name: step for step in self.steps}
+        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+
+        def signed(value: float) -> str:
+            return f"({said(value)})" if value < 0 else said(value)
+
+        above = f"({said(self.x)} - {signed(self.mean)})" if scheme.center else said(self.x)
+        line = f"{above} / {self.divides:.7g} = {said(self.normalized)}"
+        if self.divides == 0:
+            line = f"{above} / 0, which is taken as 0"
+        value = self.normalized
+        if "rounded" in steps:
+            value = steps["rounded"].values[0]
+            line += f", rounded {said(value)}"
+        lines = [(f"x{where}", line)]
+        if self.weight is not None or self.bias is not None:
+            line = said(value)
+            if self.weight is not None:
+                offset = f"({scheme.weight_offset:g} + {signed(self.weight)})"
+                line += f" * {offset if scheme.weight_offset else signed(self.weight)}"
+            if self.bias is not None:
+                line += f" + {signed(self.bias)}"
+            _, rounded_to, dtype = steps["y"].how.partition(", rounded to ")
+            lines.append((f"y{where}", f"{line} = {said(self.y)}{rounded_to}{dtype}"))
+        return lines
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
@@ -119,9 +158,7 @@ def work_through(
     with np.errstate(over="ignore"):
         steps = list(_steps(scheme, elements, m, v, weights, biases, dtype))
     found = {step.name: step.values for step in steps}
-    # What divides stands before the first line that was divided.
-    divides = steps[[step.name for step in steps].index("normalized") - 1].values[0]
-    return Worked(
+    worked = Worked(
         group=tuple(0 for _ in told),
         index=tuple(0 for _ in sizes.shape),
         size=len(elements),
@@ -129,13 +166,14 @@ def work_through(
         steps=tuple(steps),
         mean=m,
         var=v,
-        rstd=1.0 / divides if divides else 0.0,
+        rstd=0.0,
         x=float(elements[0]),
         normalized=found["normalized"][0],
         weight=None if weights is None else float(weights[0]),
         bias=None if biases is None else float(biases[0]),
         y=found["y"][0],
     )
+    return replace(worked, rstd=1.0 / worked.divides) if worked.divides else worked
 
 
 def _kept(values: Values) -> tuple[float, ...]:
@@ -192,6 +230,10 @@ def _steps(
         normalized = rounded(normalized, dtype)
         yield Step("rounded", f"normalized, in {dtype}", _kept(normalized))
     y, how = normalized, "normalized"
+    for name, values in (("weight", weight), ("bias", bias)):
+        # One number for the whole group stands in the last line.
+        if values is not None and (values != values[0]).any():
+            yield Step(name, f"the {name} of each element", _kept(values))
     if weight is not None:
         y = y * (weight + scheme.weight_offset)
         how += f" * ({scheme.weight_offset:g} + weight)" if scheme.weight_offset else " * weight"

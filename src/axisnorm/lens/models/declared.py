@@ -109,7 +109,7 @@ def function_scheme(function: Any, given: Mapping[str, Any], ndim: int | None = 
     if name == "layer_norm_2d":
         return Scheme.layer_norm_2d(**constants)
     raise ArgumentError(
-        "explain knows the norm functions of torch.nn.functional and axisnorm. "
+        "Norm functions are those of torch.nn.functional and axisnorm. "
         f"'{name}' is none of them. Give a Scheme or its text, as in '... [d]'."
     )
 

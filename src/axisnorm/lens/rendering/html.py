@@ -153,7 +153,6 @@ def _explanation(result: Explanation) -> Page:
 
 def _by_hand(result: Explanation, worked: Worked) -> str:
     """Every line of the calculation, then the followed element with its numbers put in."""
-    scheme = result.scheme
     group = f"group {list(worked.group)}" if worked.group else "the group"
     rows: list[Sequence[Cell]] = [
         (escape(group), _values(worked.elements, worked.size), "the elements of x that share")
@@ -161,19 +160,7 @@ def _by_hand(result: Explanation, worked: Worked) -> str:
     for step in worked.steps:
         size = worked.size if len(step.values) > 1 else 1
         rows.append((escape(step.name), _values(step.values, size), escape(step.how)))
-    where = ", ".join(map(str, worked.index))
-    x = f"({number(worked.x)} - {number(worked.mean)})" if scheme.center else number(worked.x)
-    normalized = number(worked.normalized)
-    said = [f"x[{where}] normalized: {x} * {number(worked.rstd)} = {normalized}"]
-    if worked.weight is not None or worked.bias is not None:
-        affine = normalized
-        if worked.weight is not None:
-            weight = number(worked.weight)
-            offset = f"({scheme.weight_offset:g} + {weight})" if scheme.weight_offset else weight
-            affine += f" * {offset}"
-        if worked.bias is not None:
-            affine += f" + {number(worked.bias)}"
-        said.append(f"y[{where}]: {affine} = {number(worked.y)}")
+    said = [f"{name}: {how}" for name, how in worked.followed(result.scheme, number)]
     return table(("line", "value", "how"), rows) + f'<p class="mono">{"<br>".join(said)}</p>'
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...presets import PRESETS
-from ..explain import axis_dimensions, axis_names, part_names
+from ..explain import axis_dimensions, axis_names, part_names, partition
 from ..identify import kind_of_mean
 from .audited import audit, differences, rivals, swap
 from .benchmarked import benchmark
@@ -115,7 +115,8 @@ def _head(result: Explanation) -> RenderableType:
     )
     if result.scheme.affine:
         where = ", ".join(_affine_names(result))
-        said = f"shape {result.affine_shape}: they vary along {where}"
+        vary = "they vary" if result.has("weight") and result.has("bias") else "it varies"
+        said = f"shape {result.affine_shape}: {vary} along {where}"
     else:
         said = "none"
     there = [name for name in ("weight", "bias") if result.has(name)] or ["weight", "bias"]
@@ -166,7 +167,6 @@ def _moments(result: Explanation) -> RenderableType:
 
 def _by_hand(result: Explanation, worked: Worked) -> RenderableType:
     """Every line of the calculation, then the followed element with its numbers put in."""
-    scheme = result.scheme
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -176,28 +176,9 @@ def _by_hand(result: Explanation, worked: Worked) -> RenderableType:
     for step in worked.steps:
         size = worked.size if len(step.values) > 1 else 1
         table.add_row(Text(step.name, style="dim"), _values(step.values, size), step.how)
-    where = ", ".join(map(str, worked.index))
-    divides = next(step for step in reversed(worked.steps) if step.name not in _LAST)
-    x = f"({_number(worked.x)} - {_number(worked.mean)})" if scheme.center else _number(worked.x)
-    normalized = _number(worked.normalized)
-    said = f"{x} / {_values(divides.values, 1)} = {normalized}"
-    if divides.values[0] == 0:
-        said = f"{x} / 0, which is taken as 0"
-    table.add_row(Text(f"x[{where}]", style="bold"), Text(said, style="bold"), "")
-    if worked.weight is not None or worked.bias is not None:
-        said = normalized
-        if worked.weight is not None:
-            offset = f"({scheme.weight_offset:g} + {_number(worked.weight)})"
-            said += f" * {offset if scheme.weight_offset else _number(worked.weight)}"
-        if worked.bias is not None:
-            said += f" + {_number(worked.bias)}"
-        said = f"{said} = {_number(worked.y)}"
-        table.add_row(Text(f"y[{where}]", style="bold"), Text(said, style="bold"), "")
+    for name, said in worked.followed(result.scheme, _number):
+        table.add_row(Text(name, style="bold"), Text(said, style="bold"), "")
     return table
-
-
-_LAST = ("normalized", "rounded", "y")
-"""The lines of a calculation after what divides."""
 
 
 def _values(values: Sequence[float], size: int) -> str:
@@ -265,7 +246,8 @@ def _compared_pictures(result: Comparison) -> RenderableType:
     if alike:
         title = _picture_title("a and b", result.a)
         columns = [[picture(result.a, title=title, affine=False)], [Text()]]
-    if result.affine == "different" and 0 not in result.shape:
+    vary = [partition(side.sizes, side.sizes.layout.affine) for _, side in sides]
+    if result.affine == "different" and vary[0] != vary[1] and 0 not in result.shape:
         for column, (name, side) in zip(columns, sides, strict=True):
             column.append(_weights(name, side))
     # One below the other, four excerpts of large tensors would be a wall.
