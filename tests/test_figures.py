@@ -414,6 +414,37 @@ def test_the_residual_chart_marks_residuals_on_a_logarithmic_axis() -> None:
     assert colliding(figure) == []
 
 
+def test_values_stay_inside_and_off_the_bands() -> None:
+    """Beside a long band the name of a mistake left the figure, or stood half on the band."""
+    mistake = Mistake("deviation-under-root", "A sample deviation stands under the root.")
+    for powers in itertools.product((-7, -4, -1, 1), repeat=2):
+        residuals = [10.0 ** powers[0], 10.0 ** ((powers[0] + powers[1]) / 2), 1e-3, 1e-8, 10.0]
+        shown = tuple(
+            replace(candidate("... [d]", f"c{i}", residual, residual <= 10.0 ** powers[1]),
+                    tolerance=10.0 ** powers[1], mistake=mistake)
+            for i, residual in enumerate(residuals)
+        )  # fmt: skip
+        figure = Identification(shown, shown[0], (2, 3, 4)).figure()
+        assert colliding(figure) == [], powers
+        figure.draw_without_rendering()
+        bands, values = by_gid(figure, Polygon), by_gid(figure, Text)
+        for i in range(len(shown)):
+            if shown[i].residual > shown[i].tolerance:
+                continue
+            band = bands[f"tolerance-{i}"][0].get_window_extent()
+            assert values[f"value-{i}"][0].get_window_extent().x0 > band.x1, (powers, i)
+
+
+def test_a_parameter_that_there_is_not_is_not_named() -> None:
+    for module, said, title in (
+        (torch.nn.LayerNorm(4), "weight and bias of shape (4,)", "One letter, one weight and bias"),
+        (torch.nn.LayerNorm(4, bias=False), "weight of shape (4,)", "One letter, one weight"),
+        (torch.nn.RMSNorm(4), "weight of shape (4,)", "One letter, one weight"),
+    ):
+        shown = texts(explain(module, (2, 3, 4)).figure())
+        assert any(text.endswith(f"; {said}") for text in shown) and title in shown
+
+
 def test_nothing_identified_is_drawn_without_a_best() -> None:
     figure = Identification(CANDIDATES[2:], None, reason="Statistics not identifiable.").figure()
     assert "Not identified" in texts(figure) and "Statistics not identifiable." in texts(figure)

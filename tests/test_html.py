@@ -16,7 +16,7 @@ from cases import SCHEMES
 from playwright.sync_api import Browser, Page, sync_playwright
 
 import axisnorm
-from axisnorm import PRESETS, ArgumentError, Scheme, explain
+from axisnorm import PRESETS, ArgumentError, Scheme, compare, explain
 from axisnorm.lens.explain import named_norms, partition
 from axisnorm.lens.identifying.identification import Candidate, Decision, Identification
 from axisnorm.lens.identifying.mistakes import Mistake
@@ -442,6 +442,38 @@ def test_what_is_typed_is_drawn_and_what_is_wrong_is_pointed_at(opened) -> None:
     assert "has no elements" in page.inner_text("#tensor")
 
 
+def test_norms_may_be_typed_as_their_constructors(opened) -> None:
+    page = opened(explain(TEXT, X))
+    for shape, written in {
+        "2, 4, 6": ("GroupNorm(2, 4)", "nn.GroupNorm( 1,4 )", "LayerNorm(6)", "LayerNorm((4, 6))",
+                    "torch.nn.BatchNorm1d(4)", "RMSNorm(6)"),
+        "2, 3, 4, 4": ("LayerNorm2d(3)", "BatchNorm2d(3)", "GroupNorm(3)"),
+    }.items():  # fmt: skip
+        page.fill("#shape", shape)
+        for call in written:
+            page.fill("#scheme", call)
+            assert page.inner_text("#error") == "", call
+            said = explain(call, tuple(map(int, shape.split(","))))
+            assert page.inner_text("#formula") == said.formula
+            assert all(group == said.group_index[index] for index, group, _ in drawn(page))
+    page.fill("#scheme", "GroupNorm(5, 3)")
+    assert "'GroupNorm(5, 3)' is none at this shape" in page.inner_text("#error")
+
+
+def test_the_page_names_the_parameters_that_there_are(opened) -> None:
+    """The formula of a LayerNorm without a bias added one."""
+    for module, facts in (
+        (torch.nn.LayerNorm(4, bias=False), "Weight: shape (4,)."),
+        (torch.nn.LayerNorm(4), "Weight and bias: shape (4,)."),
+        (torch.nn.LayerNorm(4, elementwise_affine=False), "No weight, no bias."),
+        (torch.nn.RMSNorm(4), "Weight: shape (4,)."),
+    ):
+        said = explain(module, (2, 4))
+        page = opened(said)
+        assert page.inner_text("#formula") == said.formula
+        assert page.inner_text("#facts").endswith(facts)
+
+
 def test_roles_and_names_for_a_screen_reader(opened) -> None:
     page = opened(explain(TEXT, X))
     tree = page.locator("main").aria_snapshot()
@@ -688,6 +720,29 @@ def test_the_residual_chart_has_a_mark_at_each_residual(opened) -> None:
     assert marks[4]["value"] == "not finite" and marks[4]["x"] == max(mark["x"] for mark in marks)
     assert marks[5]["value"] == "0" and marks[5]["x"] == min(mark["x"] for mark in marks)
     assert overlaps(page, ".chart text") == []
+
+
+def test_words_of_the_residual_chart_stay_in_it(opened) -> None:
+    """On narrow screens, and beside long bands, they were cut off."""
+    mistake = Mistake("deviation-under-root", "A sample deviation stands under the root.")
+    for tolerance in (1e-7, 1e-5, 1e-2, 1.0):
+        shown = tuple(
+            replace(candidate("... [d]; scale=sqrt_std; correction=1; eps_placement=std",
+                              "one root mean square for each index of axes 1, 2, 3", residual,
+                              residual <= tolerance), tolerance=tolerance, mistake=mistake)
+            for residual in (1e-8, 1e-6, 3e-5, 1e-3, 0.3)
+        )  # fmt: skip
+        page = opened(Identification(shown, shown[0], (2, 3, 4), ("float32", "float32")))
+        for width in (360, 740, 1000, 1400):
+            page.set_viewport_size({"width": width, "height": 800})
+            cut = page.eval_on_selector_all(
+                ".chart text",
+                """all => all.filter((text) => {
+                  const [own, chart] = [text, text.closest("svg")].map((e) => e.getBoundingClientRect());
+                  return own.width && (own.left < chart.left - 1 || own.right > chart.right + 1);
+                }).map((text) => text.textContent)""",
+            )
+            assert cut == [], (tolerance, width)
 
 
 def test_candidates_are_sorted_by_their_heads(opened) -> None:
@@ -1114,6 +1169,18 @@ def test_narrow_screens_need_no_sideways_scrolling(opened, audited, kind) -> Non
     for width in (400, 640, 1400):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_long_names_do_not_widen_the_page(opened) -> None:
+    names = [f"{word}_{'very_' * 12}long" for word in ("batch", "step", "feature")]
+    text = f"{names[0]} {names[1]} [{names[2]}]; affine={names[2]}"
+    for result in (explain(text, (12, 33, 400)), compare(text, "... [d]", (12, 33, 400))):
+        page = opened(result)
+        for width in (360, 1000):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            # The box is drawn, not only its labels.
+            assert page.locator(".box svg .front").first.bounding_box()["width"] > 50
 
 
 def test_a_notebook_and_its_page_do_not_meet(page: Page, audited) -> None:

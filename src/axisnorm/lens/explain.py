@@ -116,6 +116,11 @@ class Explanation(Result):
         return parameter in self.parameters
 
     @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Which of weight and bias there are, or may be."""
+        return tuple(name for name in ("weight", "bias") if self.has(name))
+
+    @property
     def statistics_dimensions(self) -> tuple[int, ...]:
         """The dimensions (split axes as several) along which the statistics used here vary."""
         return statistics_dimensions(self.sizes)

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from ...scheme import ArgumentError, Scheme
+from ...scheme import ArgumentError
 from ..explain import axis_names
 from ..naming import kind_of_mean, kind_of_spread
 from . import benchmarked
@@ -45,14 +45,14 @@ from .canvas import (
 from .cube import Grouping, affine_grouping, box_of, draw_tensor, footprint, statistics_grouping
 from .folding import alike, folded, worst_first
 from .placing import place
-from .residuals import chart_of
+from .residuals import Chart, chart_of
 from .wording import count, seconds, shared_statistic
 
 if TYPE_CHECKING:
     from ..compare import Comparison
     from ..explain import Explanation
     from ..family import Family, Node
-    from ..identifying.identification import Identification
+    from ..identifying.identification import Candidate, Identification
     from ..models.norms import Audit
 
 __all__ = ["family", "figure", "save", "tensors"]
@@ -149,13 +149,16 @@ def _facts(result: Explanation) -> str:
     said = f"{count(result.num_groups, word)}, "
     said += "each over " if result.num_groups != 1 else "over "
     said += count(result.group_size, "element")
-    if scheme.affine:
-        return f"{said}; weight and bias of shape {result.affine_shape}"
+    if result.parameter_names:
+        names = " and ".join(result.parameter_names)
+        return f"{said}; {names} of shape {result.affine_shape}"
     return f"{said}; no weight, no bias"
 
 
-def _partition_title(groups: Grouping, scheme: Scheme) -> str:
-    shared = shared_statistic(scheme) if groups.word == "mean" else "weight and bias"
+def _partition_title(groups: Grouping, result: Explanation) -> str:
+    shared = shared_statistic(result.scheme)
+    if groups.word != "mean":
+        shared = " and ".join(result.parameter_names)
     if groups.few:
         return f"One letter, one {shared}"
     return f"{next(iter(groups.names.values()))}: one {shared}"
@@ -176,7 +179,7 @@ def _explanation(result: Explanation) -> Figure:
         if result.scheme.affine:
             panels.append(affine_grouping(result, box))
     footprints = [footprint(groups) for groups in panels]
-    titles = [_partition_title(groups, result.scheme) for groups in panels]
+    titles = [_partition_title(groups, result) for groups in panels]
     widths = [
         max(left + right, text_width(title, font_of(9.5, bold=True)))
         for (left, _, right, _), title in zip(footprints, titles, strict=True)
@@ -336,7 +339,7 @@ def _comparison(result: Comparison) -> Figure:
     own = [
         max(
             [3.0, *(left + right for left, _, right, _ in of)]
-            + [text_width(_partition_title(groups, side.scheme), bold) for groups in drawn]
+            + [text_width(_partition_title(groups, side), bold) for groups in drawn]
         )
         for of, drawn, (_, side) in zip(footprints, columns, sides, strict=True)
     ]
@@ -363,7 +366,7 @@ def _comparison(result: Comparison) -> Figure:
             if groups.word == "weight" and not side.scheme.affine:
                 canvas.text(x, y + 0.14, "No weight, no bias", bold, gid=f"{gid}-title")
                 continue
-            said = _partition_title(groups, side.scheme)
+            said = _partition_title(groups, side)
             canvas.text(x, y + 0.14, said, bold, gid=f"{gid}-title")
             draw_tensor(canvas, x + of[row][0], y + 0.3 + up, groups, gid)
         y += 0.3 + up + max(of[row][3] for of in footprints) + 0.12
@@ -487,6 +490,24 @@ def family(result: Family) -> Figure:
 _GOOD, _BAD, _WARN = "#0b6b3a", "#b3261e", "#7a4d00"
 
 
+def _value(candidate: Candidate, best: bool) -> str:
+    said = f"{candidate.residual:.3g}" if math.isfinite(candidate.residual) else "not finite"
+    if candidate.mistake is not None:
+        said += f"  ! {candidate.mistake.code}"
+    return "best  " * best + said
+
+
+def _beside(candidate: Candidate, chart: Chart, across: float, wide: float) -> tuple[float, str]:
+    """Where along the axis the words beside a mark stand: on no band, if there is room."""
+    x, band = (across * chart.place(of) for of in (candidate.residual, candidate.tolerance))
+    if candidate.residual <= candidate.tolerance:
+        return max(x, band) + 0.12, "left"
+    before = x - 0.12
+    if x < across / 2 or before - wide < band:
+        return x + 0.12, "left"
+    return before, "right"
+
+
 def _identification(result: Identification) -> Figure:
     """The verdict, and how far off each candidate is beside what rounding explains."""
     canvas = Canvas()
@@ -501,7 +522,19 @@ def _identification(result: Identification) -> Figure:
     left += max([text_width(line, bold) for lines in names for line in lines]
                 + [text_width(line, mono) for lines in schemes for line in lines],
                 default=0.0)  # fmt: skip
-    across, width = 4.2, left + 4.2 + MARGIN + 0.25
+    across = 4.2
+    values = [_value(candidate, candidate is result.best) for candidate in chart.candidates]
+    beside = [
+        _beside(candidate, chart, across, text_width(said, small))
+        for candidate, said in zip(chart.candidates, values, strict=True)
+    ]
+    # As wide as what stands to the right of marks and bands.
+    ends = [
+        at + text_width(said, small)
+        for (at, align), said in zip(beside, values, strict=True)
+        if align == "left"
+    ]
+    width = left + max([across + 0.25, *ends]) + MARGIN
     inner = width - 2 * MARGIN
 
     head = "Not identified" if result.best is None else f"Identified: {result.best.name}"
@@ -546,15 +579,9 @@ def _identification(result: Identification) -> Figure:
         for said in schemes[i]:
             canvas.text(left - 0.15, line - 0.01, said, mono, color=SOFT, align="right")
             line += 0.13
-        said = f"{candidate.residual:.3g}" if math.isfinite(candidate.residual) else "not finite"
-        if candidate.mistake is not None:
-            said += f"  ! {candidate.mistake.code}"
-        said = "best  " * best + said
-        after = x < left + across * 0.5
-        inside = candidate.residual <= candidate.tolerance
-        at = max(x, left + band if inside else x) + 0.12 if after else x - 0.12
-        canvas.text(at, middle + 0.04, said, small, color=INK if best else SOFT,
-                    align="left" if after else "right", gid=f"value-{i}")  # fmt: skip
+        at, align = beside[i]
+        canvas.text(left + at, middle + 0.04, values[i], small, color=INK if best else SOFT,
+                    align=align, gid=f"value-{i}")  # fmt: skip
         y += height
     y = bottom + 0.26
     keys = "Largest difference from y, on a logarithmic axis. Green band: what rounding explains. "

@@ -140,6 +140,7 @@ def _explanation(result: Explanation) -> Page:
     data: dict[str, Any] = {
         "text": text,
         "shape": result.shape,
+        "parameters": result.parameter_names,
         "presets": {name: str(scheme) for name, scheme in PRESETS.items()},
         "x": None,
         "mean": None,
@@ -467,11 +468,16 @@ def _candidates(result: Identification) -> str:
             (f"{candidate.residual:.3g}", finite(candidate.residual)),
             (f"{candidate.tolerance:.3g}", finite(candidate.tolerance)),
             (f"{candidate.free_parameters:,}", candidate.free_parameters),
-            (escape(eps_in_words(interval)), finite(interval[1]) if interval else None),
+            (_unbroken(eps_in_words(interval)), finite(interval[1]) if interval else None),
             _axes(candidate.axes),
             escape(candidate.mistake.code) if candidate.mistake else "",
         ))  # fmt: skip
     return table(heads, rows, numbers=(1, 3, 4, 5), sortable=True, caption="Candidates")
+
+
+def _unbroken(text: str) -> str:
+    """Words whose numbers do not end a line in their exponents."""
+    return " ".join(f'<span class="nowrap">{escape(word)}</span>' for word in text.split())
 
 
 def _residual_chart(result: Identification) -> str:
@@ -499,19 +505,23 @@ def _residual_chart(result: Identification) -> str:
         x, band = across(candidate.residual), across(candidate.tolerance)
         kind = "best" if candidate is result.best else "fits" if candidate.fits else "off"
         mistake = f" ! {candidate.mistake.code}" if candidate.mistake else ""
+        tail = f'<tspan class="mistake">{escape(mistake)}</tspan>' if mistake else ""
         sign = {"best": "★", "fits": "●", "off": "×"}[kind]
         shown = f"{candidate.residual:.3g}" if math.isfinite(candidate.residual) else "not finite"
         # What is said stands on that side of the mark where there is room, and beside the band.
         after = x < 50
         beside = max(x, band if candidate.residual <= candidate.tolerance else x) if after else x
+        side, gap = ("after", 12) if after else ("before", -12)
+        if after and beside > 60:
+            beside, side, gap = 98.5, "before", 0
         drawn.append(
             f'<g class="{kind}"><text class="name" x="0" y="{top + 16}"><tspan>'
             f'{escape(candidate.name)}</tspan><tspan class="scheme" dx="10">'
             f"{escape(str(candidate.scheme))}</tspan></text>"
             f'<rect class="band" x="0" y="{top + 22}" width="{band:.2f}%" height="18"/>'
             f'<text class="mark" x="{x:.2f}%" y="{top + 37}">{sign}</text>'
-            f'<text class="value {"after" if after else "before"}" x="{beside:.2f}%" '
-            f'dx="{12 if after else -12}" y="{top + 35}">{escape(shown + mistake)}</text></g>'
+            f'<text class="value {side}" x="{beside:.2f}%" dx="{gap}" y="{top + 35}">'
+            f"{escape(shown)}{tail}</text></g>"
         )
         said.append(
             f"{candidate.name} {shown}, {kind if kind != 'off' else 'does not fit'}{mistake}"

@@ -115,11 +115,11 @@ def _head(result: Explanation) -> RenderableType:
     )
     if result.scheme.affine:
         where = ", ".join(_affine_names(result))
-        vary = "they vary" if result.has("weight") and result.has("bias") else "it varies"
+        vary = "they vary" if len(result.parameter_names) > 1 else "it varies"
         said = f"shape {result.affine_shape}: {vary} along {where}"
     else:
         said = "none"
-    there = [name for name in ("weight", "bias") if result.has(name)] or ["weight", "bias"]
+    there = result.parameter_names or ("weight", "bias")
     facts.add_row(Text(", ".join(there), style="dim"), Text(said))
     return Group(title, facts)
 

@@ -73,7 +73,7 @@ function describe(index) {
     rows.push([spread, known ? general(known.spread) : `${SYMBOLS[spread]}${at(sizes.told)}`]);
     said = `group ${letter ?? number + 1}, ${rows.slice(2).map((row) => row.join(" ")).join(", ")}`;
     const sharers = product(sizes.shape) / product(sizes.affineShape);
-    rows.push(["weight, bias", scheme.affine
+    rows.push([there(scheme).join(", ") || "weight, bias", scheme.affine
       ? `weight${at(sizes.affine)}, shared by ${counted(sharers, "element")}` : "none"]);
     if (state.word === "weight") said = `weight ${at(sizes.affine)}, ${counted(sharers, "element")}`;
   }
@@ -84,6 +84,13 @@ function describe(index) {
   field("status").textContent = said;
 }
 
+// Which of weight and bias there are: a module that was asked about may have one of them.
+function there(scheme) {
+  return scheme.text === DATA.text ? DATA.parameters : parametersOf(scheme);
+}
+
+const sentence = (words) => words.slice(0, 1).toUpperCase() + words.slice(1);
+
 function facts(sizes) {
   const { scheme } = sizes;
   const word = scheme.scale === "l2" ? "length" : scheme.center ? "mean"
@@ -92,7 +99,7 @@ function facts(sizes) {
   const each = sizes.groupCount === 1 ? "over" : "each over";
   return `${counted(sizes.groupCount, running + word)}, ${each} `
     + `${counted(sizes.groupSize, "element")}. ${scheme.affine
-      ? `Weight and bias: shape ${tuple(sizes.affineShape)}.` : "No weight, no bias."}`;
+      ? `${sentence(there(scheme).join(" and "))}: shape ${tuple(sizes.affineShape)}.` : "No weight, no bias."}`;
 }
 
 function draw() {
@@ -107,7 +114,7 @@ function draw() {
   }
   view.show({ sizes, word: state.word, values: valuesOf(state.shape) });
   field("facts").textContent = facts(sizes);
-  field("formula").textContent = formula(sizes).join("\n");
+  field("formula").textContent = formula(sizes, there(state.scheme)).join("\n");
   const notes = [];
   if (view.sampled) notes.push("Dots stand for elements that are left out.");
   if (view.names && !view.few) notes.push("More groups than colours: one of them is lit.");
@@ -120,6 +127,7 @@ function draw() {
 function norms(sizes) {
   const own = partition(sizes);
   const list = namedNorms(sizes.shape);
+  field("norms").closest("fieldset").hidden = !list.length;
   const chips = list.map(({ name, text }) => {
     const scheme = readScheme(text);
     const same = scheme.center === sizes.scheme.center && sizes.scheme.statistics === "batch"
@@ -149,6 +157,17 @@ function norms(sizes) {
   if (listed) document.querySelector("[name=groups]")?.focus();
 }
 
+// A norm as its constructor is written: one of those that are named at this shape.
+function constructed(name, sizes) {
+  const plain = name.replace(/\s+/g, "").replace(/^(torch\.)?(nn\.)?/, "")
+    .replace(/^GroupNorm\((\d+),\d+\)$/, "GroupNorm($1)")
+    .replace(/^(Batch|Instance)Norm[123]d\(\d+\)$/, "$1Norm").replace(/^LayerNorm2d\(\d+\)$/, "LayerNorm2d");
+  const found = namedNorms(sizes).find((one) => one.name.replace(/\s+/g, "") === plain);
+  if (found) return found.text;
+  throw new ArgumentError("Here a norm is one of those named below, or a scheme in brackets. "
+    + `'${name}' is none at this shape. Choose one, or write its scheme.`);
+}
+
 // Take over what was typed, or say what is wrong with it and leave the picture.
 function typed() {
   const [scheme, shape, error] = [field("scheme"), field("shape"), field("error")];
@@ -159,10 +178,12 @@ function typed() {
       throw new ArgumentError("A scheme has brackets, or is a preset's name. "
         + `There is no such preset as '${name}'.`);
     }
-    const read = readScheme(DATA.presets[name] ?? scheme.value);
+    const called = /^[A-Za-z_.]*Norm(2d|[123]d)?\s*\(/.test(name);
+    let read = called ? null : readScheme(DATA.presets[name] ?? scheme.value);
     culprit = shape;
     const sizes = readShape(shape.value);
     culprit = scheme;
+    read ??= readScheme(constructed(name, sizes));
     sizesOf(read, sizes);
     Object.assign(state, { scheme: read, shape: sizes });
     culprit = null;

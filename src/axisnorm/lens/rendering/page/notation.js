@@ -431,8 +431,14 @@ function partition(sizes, told = sizes.told) {
   }));
 }
 
+// Which of weight and bias there may be: RMSNorm is not used with a bias.
+function parametersOf(scheme) {
+  if (!scheme.affine) return [];
+  return scheme.center ? ["weight", "bias"] : ["weight"];
+}
+
 // The formula with this shape's numbers, one equation a line.
-function formula(sizes) {
+function formula(sizes, parameters = parametersOf(sizes.scheme)) {
   const { scheme, names, told } = sizes;
   const at = (symbol, dimensions) => (dimensions.length
     ? `${symbol}[${dimensions.map((i) => names[i]).join(", ")}]` : symbol);
@@ -445,15 +451,17 @@ function formula(sizes) {
   const root = {
     l2: `sqrt(${at("sumsquare", told)}`, var: `(${variance}`, sqrt_std: `sqrt(sqrt(${variance})`,
   }[scheme.scale] ?? `sqrt(${spread}`;
+  const plus = eps.startsWith("-") ? `- ${eps.slice(1)}` : `+ ${eps}`;
   const below = {
-    variance: `${root} + ${eps})`, std: `(${root}) + ${eps})`, max: `max(${root}), ${eps})`,
+    variance: `${root} ${plus})`, std: `(${root}) ${plus})`, max: `max(${root}), ${eps})`,
   }[scheme.eps_placement];
   let result = scheme.center ? `(x - ${mean}) / ${below}` : `x / ${below}`;
   if (scheme.affine) {
     const weight = at("weight", sizes.affine);
     const offset = scheme.weight_offset ? `(${general(scheme.weight_offset)} + ${weight})` : weight;
     if (scheme.rounding === "before_affine") result = `round(${result})`;
-    result += ` * ${offset}${scheme.center ? ` + ${at("bias", sizes.affine)}` : ""}`;
+    if (parameters.includes("weight")) result += ` * ${offset}`;
+    if (parameters.includes("bias")) result += ` + ${at("bias", sizes.affine)}`;
   }
   const lines = [`y = ${result}`];
   if (scheme.statistics === "running") {

@@ -228,7 +228,7 @@ class TensorView {
     const [dx, dy] = [0.58, -0.44];
     const { rows, columns, depth } = box;
     const text = (side, arrow) => `${this.sideText(side)} ${arrow}`;
-    const wide = (string) => (string ? string.length * 6.7 + 8 : 0);
+    const wide = (string) => (string ? clipped(string).length * 6.7 + 8 : 0);
     const far = depth ? depth.length * cell : 0;
     const across = columns.length * cell;
     const tall = rows.length * cell;
@@ -312,7 +312,7 @@ class TensorView {
     face("front", rows, columns, (u, v) => at(u, v, 0),
       (r, c) => element({ depth: depth?.ticks[0] ?? 0, rows: r, columns: c }), [1, 0, 0, 1]);
     const label = (x, y, anchor, string) => string
-      && svg.append(h("text", { x, y, "text-anchor": anchor, class: "label" }, string));
+      && svg.append(h("text", { x, y, "text-anchor": anchor, class: "label" }, clipped(string)));
     label(left - 8, up + tall / 2 + 4, "end", labels.rows);
     label(left + across / 2, up + tall + 17, "middle", labels.columns);
     label(left + across + (far * dx) / 2 + 10, up + tall + (far * dy) / 2 + 6, "start", labels.depth);
@@ -480,6 +480,11 @@ function miniature(sizes, cell, labelled) {
   view.root.append(h("span", { class: "box" }, view.drawBox(box, { labelled, cell })));
   view.light(null);
   return view.root;
+}
+
+// Long names would leave the box no room.
+function clipped(label) {
+  return label.length > 44 ? `${label.slice(0, 21)}…${label.slice(-22)}` : label;
 }
 
 // Thick edges around the slice and between neighbours of different groups.
