@@ -675,3 +675,37 @@ def test_large_shapes_take_no_memory_until_their_elements_are_asked_for():
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 16e6 and found.num_groups == 10**6
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("n (g=2 [c]) [h w]; affine=g c", (2, 4, 5, 5)),
+        ("... [d]; affine=d", (2, 3, 4)),
+        ("[n] c [...]; affine=c", (32, 64, 112, 112)),
+        ("a b [c] d e (f=2 [g]) h", (2, 3, 4, 2, 3, 4, 2)),
+    ],
+)
+def test_narrow_terminals_lose_no_column_of_a_picture(text, shape):
+    """At 40 columns the last column of two of three panels was cut off."""
+
+    def drawn(width):
+        said = explain(text, shape).to_text(width=width, color=False).split("Formula")[0]
+        assert max(map(len, said.splitlines())) <= width
+        pictures = said[said.index("The same letter") :]
+        rows = [line.split() for line in pictures.splitlines() if line.startswith(" ")]
+        return sorted(word for row in rows for word in row if word.isalpha())
+
+    assert drawn(40) == drawn(60) == drawn(80) == drawn(200)
+
+
+@pytest.mark.parametrize("ndim", [5, 9, 20, 40, 64])
+def test_many_axes_are_a_short_picture(ndim):
+    """Every further axis of two elements doubled the time that a picture took."""
+    text = " ".join(f"[a{i}]" if i % 2 else f"a{i}" for i in range(ndim))
+    shape = (1,) * max(ndim - 20, 0) + (2,) * min(ndim, 20)
+    found = explain(text, shape)
+    said = found.to_text(width=100, color=False).split("Formula")[0]
+    assert len(said.splitlines()) < 60
+    # Below: what is left out is said once, whatever the number of axes.
+    assert said.count("\n...\n") == (1 if ndim > 4 else 0)

@@ -34,6 +34,7 @@ __all__ = [
     "explain",
     "explained",
     "finite_double",
+    "group_number",
     "named_norms",
     "not_finite",
     "part_names",
@@ -262,6 +263,19 @@ def _numbered(sizes: Sizes, dimensions: Sequence[int]) -> NDArray[np.int64]:
     shape = [n if i in dimensions else 1 for i, n in enumerate(sizes.expanded)]
     numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     return np.ascontiguousarray(np.broadcast_to(numbers, sizes.expanded)).reshape(sizes.shape)
+
+
+def group_number(sizes: Sizes, told: Sequence[int], index: Sequence[int]) -> int:
+    """The group of one element, row-major over the dimensions that the partition tells apart."""
+    number = 0
+    for own, place in zip(axis_dimensions(sizes), index, strict=True):
+        weight = math.prod(sizes.expanded[i] for i in own)
+        for i in own:
+            weight //= sizes.expanded[i]
+            digit, place = divmod(place, weight)
+            if i in told:
+                number = number * sizes.expanded[i] + digit
+    return number
 
 
 def partition(sizes: Sizes, dimensions: Sequence[int]) -> Partition:

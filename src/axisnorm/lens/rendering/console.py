@@ -25,6 +25,7 @@ __all__ = [
     "Console",
     "ConsoleOptions",
     "Fitting",
+    "Flowing",
     "Group",
     "Measurement",
     "Padding",
@@ -104,6 +105,39 @@ class Fitting:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         needed = Measurement.get(console, options.update(max_width=1000), self.wide).maximum
         yield self.wide if needed <= options.max_width else self.narrow
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        wide = Measurement.get(console, options, self.wide).maximum
+        return Measurement(Measurement.get(console, options, self.narrow).minimum, wide)
+
+
+@dataclass(frozen=True)
+class Flowing:
+    """Parts side by side, as many as the console is wide enough for, the rest below."""
+
+    parts: tuple[RenderableType, ...]
+    gap: int = 2
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line: list[RenderableType] = []
+        used = 0
+        for part in self.parts:
+            own = Measurement.get(console, options, part).maximum
+            if line and used + self.gap + own > options.max_width:
+                yield self._row(line)
+                line, used = [], 0
+            used += own + (self.gap if line else 0)
+            line.append(part)
+        yield self._row(line)
+
+    def _row(self, line: Sequence[RenderableType]) -> Table:
+        row = Table.grid(padding=(0, self.gap))
+        row.add_row(*line)
+        return row
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widths = [Measurement.get(console, options, part).maximum for part in self.parts]
+        return Measurement(max(widths), sum(widths) + self.gap * (len(widths) - 1))
 
 
 def beside(shown: Sequence[RenderableType], *, gap: int = 6) -> RenderableType:

@@ -18,7 +18,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
 from ...scheme import Sizes
-from ..explain import axis_dimensions, part_names
+from ..explain import axis_dimensions, group_number, part_names
 from .canvas import ACCENT, FAINT, INK, SOFT, Canvas, font_of, text_width
 from .palette import FILLS, letters
 
@@ -196,19 +196,6 @@ def box_of(explanations: Sequence[Explanation], *, small: bool = False) -> Box:
     )
 
 
-def _number(sizes: Sizes, told: Sequence[int], index: Sequence[int]) -> int:
-    """The group of one element, row-major over the dimensions that the partition tells apart."""
-    number = 0
-    for own, place in zip(axis_dimensions(sizes), index, strict=True):
-        weight = math.prod(sizes.expanded[i] for i in own)
-        for i in own:
-            weight //= sizes.expanded[i]
-            digit, place = divmod(place, weight)
-            if i in told:
-                number = number * sizes.expanded[i] + digit
-    return number
-
-
 # --------------------------------------------------------------------------------------------
 # One tensor
 
@@ -236,7 +223,7 @@ class Grouping:
         return {number: next(names) for number in sorted(found)}
 
     def number(self, index: Sequence[int]) -> int:
-        return _number(self.sizes, self.told, index)
+        return group_number(self.sizes, self.told, index)
 
     @property
     def few(self) -> bool:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...presets import PRESETS
-from ..explain import axis_dimensions, axis_names, part_names, partition
+from ..explain import axis_dimensions, axis_names, group_number, part_names, partition
 from ..identify import kind_of_mean
 from .audited import audit, differences, rivals, swap
 from .benchmarked import benchmark
 from .console import (
     Fitting,
+    Flowing,
     Group,
     Padding,
     RenderableType,
@@ -63,6 +64,9 @@ _DRAWN_IN_FULL = 96
 
 _WRITTEN_OUT = 32
 """How many elements of an example are written out."""
+
+_LABELLED = 6
+"""How many of the axes that count panels are named over a panel."""
 
 _GAP = -1
 """Stands for the indices of an axis that are left out of a picture."""
@@ -550,17 +554,16 @@ def _sample(sizes: Sizes) -> list[list[int]]:
     return drawn
 
 
-def _numbers(result: Explanation, drawn: Sequence[Sequence[int]], told: Sequence[int]) -> Any:
-    """The group of every drawn element, without numbering the whole tensor."""
-    grids = np.meshgrid(*[np.maximum(i, 0) for i in drawn], indexing="ij", sparse=True)
-    expanded = result.sizes.expanded
-    number: NDArray[np.int64] = np.zeros([len(i) for i in drawn], dtype=np.int64)
-    for own, grid in zip(axis_dimensions(result.sizes), grids, strict=True):
-        digits = np.unravel_index(grid, [expanded[i] for i in own])
-        for i, digit in zip(own, digits, strict=True):
-            if i in told:
-                number = number * expanded[i] + digit
-    return number
+def _leads(leading: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """The indices of every panel along its leading axes; those with a gap end with it."""
+    if not leading:
+        yield ()
+        return
+    for index in leading[0]:
+        if index == _GAP:
+            yield (_GAP,)
+        else:
+            yield from ((index, *rest) for rest in _leads(leading[1:]))
 
 
 def _panels(
@@ -572,12 +575,11 @@ def _panels(
     capital: bool,
     legend: bool = True,
 ) -> RenderableType:
-    numbers = _numbers(result, drawn, told)
     names: dict[int, str] = {}
     found = letters(capital=capital)
-    for place in np.ndindex(numbers.shape):
-        if all(indices[i] != _GAP for indices, i in zip(drawn, place, strict=True)):
-            number = int(numbers[place])
+    for index in _leads(drawn):
+        if _GAP not in index:
+            number = group_number(result.sizes, told, index)
             if number not in names:
                 names[number] = next(found)
     cell = max(map(len, names.values())) + 2
@@ -589,17 +591,21 @@ def _panels(
     order = {number: i for i, number in enumerate(names)}
 
     def panel(lead: tuple[int, ...]) -> RenderableType:
-        label = ", ".join(f"{axes[k]} {leading[k][i]}" for k, i in enumerate(lead))
+        label = ", ".join(f"{axes[k]} {i}" for k, i in enumerate(lead))
+        if len(lead) > _LABELLED:
+            # Of the others the first index alone is drawn.
+            last = [(axes[k], lead[k]) for k in range(len(lead) - _LABELLED, len(lead))]
+            label = "..., " + ", ".join(f"{axis} {i}" for axis, i in last)
         lines = [Text(label, style="dim", no_wrap=True)] if lead else []
-        for r, row in enumerate(rows):
+        for row in rows:
             line = Text(no_wrap=True, overflow="crop")
-            for c, column in enumerate(columns):
+            for column in columns:
                 if _GAP in (row, column):
                     text = "..." if column == _GAP and row != _GAP else "."
                     line.append(text.center(cell), style="dim")
                     continue
-                place = (*lead, r, c)[-ndim:] if ndim else ()
-                number = int(numbers[place])
+                index = (*lead, row, column)[-ndim:] if ndim else ()
+                number = group_number(result.sizes, told, index)
                 fill = FILLS[order[number] % len(FILLS)]
                 line.append(names[number].center(cell), style=f"bold black on {fill}")
             lines.append(line)
@@ -615,17 +621,24 @@ def _panels(
     grid = Table.grid(padding=(0, 2))
     dots = Text("\n...", style="dim")
     outer, inner = leading[:-1], leading[-1:]
-    for lead in np.ndindex(*[len(i) for i in outer]):
-        if any(outer[k][i] == _GAP for k, i in enumerate(lead)):
-            if lead[-1:] and outer[-1][lead[-1]] == _GAP:
+    below: list[RenderableType] = []
+    left_out = False
+    for lead in _leads(outer):
+        # Several gaps after one another are one.
+        if _GAP in lead:
+            if not left_out:
                 grid.add_row(Text("...", style="dim"))
+                below.append(Text("...", style="dim"))
+            left_out = True
             continue
+        left_out = False
         cells: list[RenderableType] = []
-        for i, index in enumerate(inner[0] if inner else [0]):
-            place = (*lead, i) if inner else ()
-            cells.append(dots if index == _GAP else panel(place))
+        for last in inner[0] if inner else [0]:
+            cells.append(dots if last == _GAP else panel((*lead, last) if inner else ()))
         grid.add_row(*cells)
+        below.append(Flowing(tuple(cells)))
     heading = Text(title, style="bold")
     if any(_GAP in indices for indices in drawn):
         heading.append("  (an excerpt)", style="dim")
-    return Group(heading, along, grid) if legend else Group(heading, grid)
+    panels = Fitting(grid, Group(*below))
+    return Group(heading, along, panels) if legend else Group(heading, panels)
