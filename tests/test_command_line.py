@@ -529,3 +529,26 @@ def test_help_says_the_exit_statuses(capsys, command):
     said = " ".join(out.split())
     assert status == 0 and "Exit status: 0 fine;" in said and "2 wrong use" in said
     assert "130 interrupted" in said
+
+
+def test_inputs_may_be_files(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).standard_normal((2, 3, 4))
+    np.save("x.npy", x)
+    np.savez("more.npz", x=x, other=x[0])
+    for name in ("x.npy", "more.npz:x"):
+        status, out, err = run(capsys, "explain", "LayerNorm(4)", name, "--json")
+        assert (status, err) == (0, "")
+        assert json.loads(out) == json.loads(axisnorm.explain("LayerNorm(4)", x).to_json())
+        given = ("compare", "LayerNorm(4)", "RMSNorm(4)", "--shape", name, "--json")
+        status, out, err = run(capsys, *given)
+        assert (status, err) == (0, "") and json.loads(out)["largest_difference"] > 0.1
+    np.save("nan.npy", np.where(x > x.max() - 1e-9, np.nan, x))
+    for name, said in (
+        ("missing.npy", "'missing.npy' does not exist"),
+        ("more.npz", "needs a key"),
+        ("nan.npy", f"x[{', '.join(map(str, np.argwhere(x == x.max())[0]))}] is nan"),
+    ):
+        for given in (("explain", "[...]", name), ("compare", "[...]", "[...]", "--shape", name)):
+            status, out, err = run(capsys, *given)
+            assert (status, out) == (2, "") and said in err and err.count("\n") == 1

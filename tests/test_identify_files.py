@@ -258,6 +258,8 @@ def test_a_tensor_outside_of_its_file(folder):
         (("x.npy", "all.npz:z"), "'z' is none of 'all.npz'"),
         (("x.npy", "missing.npy"), "'missing.npy' does not exist"),
         (("x.npy", "missing.npz:y"), "'missing.npz' does not exist"),
+        (("x.npy", "long" * 100 + ".npy"), "does not exist"),
+        (("x.npy", "nul\0.npy"), "does not exist"),
         (("x.npy", "y.npy", "bias.npy"), "3 files came"),
         (("x.npy", "weight.npy"), "They have (6, 5, 8) and (8,)"),
         (("x.npy", "y.npy", "--weight", "x.npy:k"), "'k' is none"),

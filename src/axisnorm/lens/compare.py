@@ -19,6 +19,7 @@ from .explain import (
     double,
     explained,
     finite_double,
+    input_said,
     statistics_dimensions,
 )
 from .family import Family, family_of, reasons, refines
@@ -26,7 +27,7 @@ from .half_types import HALF_TYPES, rounded
 from .meaning import Meaning, alike, same_parameters
 from .naming import affine_axes, in_words, kind_of_mean
 from .result import Result
-from .subject import is_shape, read_shape, read_subject, shape_said, sized
+from .subject import is_shape, read_shape, read_subject, sized
 from .witness import Agreement, Example, agreements_of, smallest_example
 
 if TYPE_CHECKING:
@@ -720,7 +721,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``axisnorm compare``."""
     parser.add_argument("a", help="'... [d]', 'GroupNorm(2, 4)' or a preset's name")
     parser.add_argument("b", help="what to compare it with, in the same words")
-    parser.add_argument("--shape", required=True, help="the input's shape, as in 2,3,4")
+    parser.add_argument(
+        "--shape",
+        metavar="SHAPE|FILE[:KEY]",
+        required=True,
+        help="the input's shape, as in 2,3,4, or a file that holds an input (.npy, .npz, "
+        ".safetensors, .pt): then both are computed on it too",
+    )
     parser.add_argument(
         "--sizes", metavar="NAME=SIZE,...", help="sizes of named axes or their parts, as in g=2,c=4"
     )
@@ -729,4 +736,4 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> tuple[Comparison, int]:
     """Run ``axisnorm compare``: the result and the exit status."""
     a, b = sized((options.a, options.b), options.sizes)
-    return compare(a, b, shape_said(options.shape)), 0
+    return compare(a, b, input_said(options.shape)), 0

@@ -35,6 +35,7 @@ __all__ = [
     "explained",
     "finite_double",
     "group_number",
+    "input_said",
     "named_norms",
     "not_finite",
     "part_names",
@@ -605,13 +606,25 @@ def _with_numbers(explanation: Explanation, tensor: Any, subject: Subject) -> Ex
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``axisnorm explain``."""
     parser.add_argument("scheme", help="'... [d]', 'GroupNorm(2, 4)' or a preset's name")
-    parser.add_argument("shape", help="the input's shape, as in 2,3,4")
+    parser.add_argument(
+        "shape",
+        metavar="shape|FILE[:KEY]",
+        help="the input's shape, as in 2,3,4, or a file that holds the input (.npy, .npz, "
+        ".safetensors, .pt): then its statistics are shown and one group is worked through",
+    )
     parser.add_argument(
         "--sizes", metavar="NAME=SIZE,...", help="sizes of named axes or their parts, as in g=2,c=4"
     )
 
 
+def input_said(text: str) -> Any:
+    """What a command line names: a shape, or the tensor in a file."""
+    from .identifying.files import names_a_file, read
+
+    return read(text) if names_a_file(text) else shape_said(text)
+
+
 def execute(options: argparse.Namespace) -> tuple[Explanation, int]:
     """Run ``axisnorm explain``: the result and the exit status."""
     (subject,) = sized((options.scheme,), options.sizes)
-    return explain(subject, shape_said(options.shape)), 0
+    return explain(subject, input_said(options.shape)), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
 import warnings
@@ -17,7 +18,7 @@ import numpy as np
 from ...scheme import ArgumentError
 from ..subject import with_article
 
-__all__ = ["SUFFIXES", "arrays_of", "keys_of", "read"]
+__all__ = ["SUFFIXES", "arrays_of", "keys_of", "names_a_file", "read"]
 
 Arrays = dict[str, Any]
 
@@ -76,8 +77,8 @@ def arrays_of(path: str, *, allow_pickle: bool = False) -> Arrays:
             f"Arrays are read from {', '.join(SUFFIXES)} files. '{path}' is none by its name. "
             "Save it as one of them."
         )
-    if not file.is_file():
-        what = "is a directory" if file.is_dir() else "does not exist"
+    if not os.path.isfile(file):
+        what = "is a directory" if os.path.isdir(file) else "does not exist"
         raise ArgumentError(f"Arrays are read from a file. '{path}' {what}. Name a file.")
     try:
         return reader(file, allow_pickle)
@@ -88,8 +89,19 @@ def arrays_of(path: str, *, allow_pickle: bool = False) -> Arrays:
         ) from error
 
 
+def names_a_file(place: str) -> bool:
+    """Whether it is the name of a file that is read here, with or without a key.
+
+    >>> names_a_file("x.npy"), names_a_file("all.npz:x"), names_a_file("2,3,4")
+    (True, True, False)
+    """
+    path = _parted(place)[0]
+    return Path(path).suffix.lower() in SUFFIXES
+
+
 def _parted(place: str) -> tuple[str, str | None]:
-    if Path(place).exists() or ":" not in place:
+    # These answer where those of pathlib raise: no file has a name of thousands of letters.
+    if os.path.exists(place) or ":" not in place:
         return place, None
     path, _, key = place.rpartition(":")
     if Path(path).suffix.lower() not in SUFFIXES:
@@ -125,7 +137,7 @@ def _not_what_it_says(path: Path, kind: str, why: object) -> ArgumentError:
 def _pickled(path: Path, what: str) -> ArgumentError:
     return ArgumentError(
         f"Pickled objects can run any code, so they are not loaded. '{path}' has {what}. "
-        "Save plain arrays, or say --allow-pickle if you trust the file."
+        "Save plain arrays; a file that you trust identify reads with --allow-pickle."
     )
 
 
