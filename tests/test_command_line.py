@@ -1,7 +1,9 @@
 """The command line: what it prints, and its exit statuses."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +39,15 @@ def trap():
 
 def nothing():
     return 3
+
+def named():
+    class Н(torch.nn.LayerNorm):
+        pass
+
+    model = torch.nn.Sequential()
+    model.add_module("слой\\x1b[31m\\u202e", Н(8))
+    model.add_module("é" * 80, torch.nn.BatchNorm1d(8, 4.0))
+    return model.eval(), (torch.ones(2, 8).cumsum(1),)
 
 def keywords():
     return torch.nn.LayerNorm(8), {"input": torch.ones(2, 8).cumsum(1)}
@@ -552,3 +563,40 @@ def test_inputs_may_be_files(capsys, tmp_path, monkeypatch):
         for given in (("explain", "[...]", name), ("compare", "[...]", "[...]", "--shape", name)):
             status, out, err = run(capsys, *given)
             assert (status, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8", "utf-16"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("audit", "some_models:named"),
+        ("audit", "some_models:named", "--swap"),
+        ("audit", "some_models:named", "--diff", "some_models:good"),
+        ("audit", "some_models:named", "--strict", "--json"),
+        ("explain", "... [d]", "2,3"),
+        ("compare", "... [d]", "[...]", "--shape", "2,3", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_every_output_takes_every_result(models, monkeypatch, encoding, arguments):
+    """Outputs that are not UTF-8 ended with a UnicodeEncodeError, at the line below a head."""
+    monkeypatch.setenv("COLUMNS", "100")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    assert main(arguments) == (1 if "--strict" in arguments else 0)
+    said = written.getvalue().decode("utf-8" if encoding == "ascii" else encoding)
+    if "--json" not in arguments:
+        # Names do not steer the terminal, nor turn the direction of its lines.
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)
+    if "--json" in arguments:
+        data = json.loads(said)
+        if "audit" in arguments:
+            paths = [norm["path"] for norm in data["norms"]]
+            assert paths == ["слой\x1b[31m\u202e", "é" * 80]
+    elif "audit" in arguments:
+        assert ("слой?[31m?" if encoding.startswith("utf") else "\\u0441\\u043b") in said
+
+
+def test_a_message_does_not_steer_the_terminal(capsys):
+    status, out, err = run(capsys, "audit", "no\x1b[31m:such")
+    assert (status, out) == (2, "") and "no?[31m" in err and err.count("\n") == 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import axisnorm
 
 from .lens import COMMANDS
+from .lens.rendering.wording import encodable, visible
 from .scheme import ArgumentError, DtypeError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(given, "The result cannot be printed: standard output is closed.")
         return 2
     try:
-        print(text, flush=True)
+        print(encodable(text, sys.stdout.encoding, as_json=options.json), flush=True)
     except BrokenPipeError:
         # The reader has seen enough. What is left in the buffer goes nowhere.
         _drop_output()
@@ -96,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _say(given: Sequence[str], message: str) -> None:
     """One line on standard error, where there is one."""
     if sys.stderr is not None:
-        print(" ".join(["axisnorm", *given[:1]]) + f": {message}", file=sys.stderr)
+        said = " ".join(["axisnorm", *given[:1]]) + f": {message}"
+        print(visible(said), file=sys.stderr)
 
 
 def _drop_output() -> None:

@@ -13,6 +13,7 @@ try:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
     from rich.measure import Measurement
     from rich.padding import Padding
+    from rich.segment import Segment
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as error:
@@ -20,6 +21,8 @@ except ModuleNotFoundError as error:
         "Reports are drawn with rich. It is not installed. Run: pip install 'axisnorm[lens]'",
         name=error.name,
     ) from error
+
+from .wording import visible
 
 __all__ = [
     "Console",
@@ -64,9 +67,20 @@ def to_text(
                   if (name, value) != ("COLUMNS", "0")},
     )  # fmt: skip
     with console.capture() as captured:
-        console.print(renderable)
+        console.print(_Visible(renderable))
     lines = captured.get().splitlines()
     return "\n".join(line if color else line.rstrip() for line in lines)
+
+
+@dataclass(frozen=True)
+class _Visible:
+    """A report in which no name steers the terminal."""
+
+    shown: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self.shown, options):
+            yield Segment(visible(segment.text), segment.style, segment.control)
 
 
 def section(title: str) -> Text:

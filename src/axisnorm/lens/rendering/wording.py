@@ -2,11 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 from ...scheme import Scheme
 
-__all__ = ["count", "forward_times", "off", "seconds", "shared_statistic"]
+__all__ = [
+    "count",
+    "encodable",
+    "forward_times",
+    "off",
+    "seconds",
+    "shared_statistic",
+    "visible",
+]
+
+_PLAIN = {"─": "-", "━": "-", "✓": "+", "✗": "x", "…": "...", "±": "+-", "≠": "!="}
+"""What stands for the signs of a report where the reader's encoding has none."""
+
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What steers a terminal or turns the direction of writing, all but the end of a line."""
+
+
+def visible(text: str) -> str:
+    """The text with a question mark for each sign that would steer a terminal.
+
+    Names of modules and files may hold anything.
+
+    >>> visible("norm\\x1b[31m")
+    'norm?[31m'
+    """
+    return _UNSEEN.sub("?", text)
+
+
+def encodable(text: str, encoding: str | None, *, as_json: bool = False) -> str:
+    """The text as an output of this encoding can write it, the nearest where it cannot.
+
+    >>> encodable("✓ 1 ± 2 in é", "ascii"), encodable('["é"]', "ascii", as_json=True)
+    ('+ 1 +- 2 in \\\\xe9', '["\\\\u00e9"]')
+    """
+    encoding = encoding or "utf-8"
+    if as_json and not encoding.lower().startswith("utf"):
+        # JSON is read as UTF-8, whatever the terminal's encoding.
+        encoding = "ascii"
+
+    def plain(found: re.Match[str]) -> str:
+        letter = found[0]
+        try:
+            letter.encode(encoding)
+        except UnicodeEncodeError:
+            if as_json:
+                return json.dumps(letter)[1:-1]
+            return _PLAIN.get(letter) or letter.encode("ascii", "backslashreplace").decode()
+        return letter
+
+    return re.sub(r"[^\x00-\x7f]", plain, text)
 
 
 def count(number: int, word: str) -> str:
