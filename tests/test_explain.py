@@ -709,3 +709,19 @@ def test_many_axes_are_a_short_picture(ndim):
     assert len(said.splitlines()) < 60
     # Below: what is left out is said once, whatever the number of axes.
     assert said.count("\n...\n") == (1 if ndim > 4 else 0)
+
+
+@pytest.mark.parametrize("width", [40, 50, 80, 200])
+def test_numbers_stay_whole_on_narrow_terminals(width):
+    """At 40 columns means were cut to '0.1…', and numbers of the calculation ended their lines."""
+    x = np.random.default_rng(0).standard_normal((9, 6)) * 100 - 33
+    found = explain("n [c]; affine=c", x)
+    text = found.to_text(width=width, color=False)
+    words = set(re.split(r"[\s,()]+", text))
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    shown = [*found.mean[:4], found.mean[-1], *found.var[:4], found.var[-1]]
+    for step in found.worked.steps:
+        shown += step.values if len(step.values) > 1 else ()
+        if len(step.values) == 1:
+            assert f"{step.values[0]:.7g}" in words
+    assert {f"{value:.5g}" for value in shown} <= words

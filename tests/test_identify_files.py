@@ -359,3 +359,15 @@ def test_a_text_that_is_called_a_file_of_torch(folder):
         file.write("hello")
     with pytest.raises(ArgumentError, match=r"'text.pt' does not \(it cannot be unpacked\)"):
         read("text.pt")
+
+
+def test_candidates_are_readable_on_narrow_terminals(capsys, folder, monkeypatch):
+    """Names and schemes had twelve columns and took five lines each."""
+    for width in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        status, out, _ = run(capsys, "x.npy", "y.npy")
+        part = out.split("Candidates")[1].split("\n\n")[0]
+        lines = part.strip("\n").splitlines()
+        count = sum(line.startswith(("  BEST", "  no", "  fits")) for line in lines)
+        assert status == 0 and max(map(len, lines)) <= width
+        assert count == part.count("off by") > 3 and len(lines) <= (4 if width == 40 else 2) * count

@@ -115,8 +115,13 @@ class Fitting:
 
     wide: Table
     narrow: Group
+    enough: int = 1000
+    """On so many columns the first is taken even if its lines have to be broken."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= self.enough:
+            yield self.wide
+            return
         needed = Measurement.get(console, options.update(max_width=1000), self.wide).maximum
         yield self.wide if needed <= options.max_width else self.narrow
 

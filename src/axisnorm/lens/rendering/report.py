@@ -56,6 +56,12 @@ __all__ = [
 _SHOWN_GROUPS = 5
 """How many groups' means are written out."""
 
+_ROOM_FOR_STEPS = 64
+"""On so many columns the numbers of a calculation may be broken into lines."""
+
+_ROOM_FOR_CANDIDATES = 64
+"""On so many columns names and schemes may be broken into lines."""
+
 _SHOWN_CANDIDATES = 14
 """How many candidates of an identification are listed."""
 
@@ -160,13 +166,16 @@ def _moments(result: Explanation) -> RenderableType:
     for name, values in (("mean", result.mean if centred else None), (spread, result.var)):
         if values is not None:
             lines.append((name, [_number(float(values.flat[place])) for place in places]))
-    table = Table.grid(padding=(0, 2))
+    table, narrow = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for name, cells in lines:
         if len(places) < result.num_groups:
             cells.insert(len(cells) - 1, "...")
         style = "dim" if name == "group" else ""
         table.add_row(Text(name, style="dim"), *[Text(cell, style=style) for cell in cells])
-    return table
+    narrow.add_row(*[Text(name, style="dim") for name, _ in lines])
+    for group, *own in zip(*(cells for _, cells in lines), strict=True):
+        narrow.add_row(Text(group, style="dim"), *map(Text, own))
+    return Fitting(table, Group(narrow))
 
 
 def _by_hand(result: Explanation, worked: Worked) -> RenderableType:
@@ -176,13 +185,20 @@ def _by_hand(result: Explanation, worked: Worked) -> RenderableType:
     table.add_column(overflow="fold")
     table.add_column(style="dim", overflow="fold")
     group = "group A" if not worked.group else f"group A, {list(worked.group)}"
-    table.add_row(Text(group, style="dim"), _values(worked.elements, worked.size), "")
+    rows = [(group, _values(worked.elements, worked.size), "")]
     for step in worked.steps:
         size = worked.size if len(step.values) > 1 else 1
-        table.add_row(Text(step.name, style="dim"), _values(step.values, size), step.how)
-    for name, said in worked.followed(result.scheme, _number):
-        table.add_row(Text(name, style="bold"), Text(said, style="bold"), "")
-    return table
+        rows.append((step.name, _values(step.values, size), step.how))
+    narrow: list[RenderableType] = []
+    for name, values, how in rows:
+        table.add_row(Text(name, style="dim"), values, how)
+        narrow.append(Text(f"{name}: {how}" if how else name, style="dim"))
+        narrow.append(Padding(Text(values), (0, 0, 0, 2)))
+    followed = [
+        Text.assemble((f"{name}  ", "dim"), (said, "bold"))
+        for name, said in worked.followed(result.scheme, _number)
+    ]
+    return Group(Fitting(table, Group(*narrow), _ROOM_FOR_STEPS), *followed)
 
 
 def _values(values: Sequence[float], size: int) -> str:
@@ -454,6 +470,10 @@ def _candidates(result: Identification) -> RenderableType:
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
+    # Where names and schemes would be broken into many lines, numbers stand below them.
+    narrow = Table.grid(padding=(0, 2))
+    narrow.add_column(no_wrap=True)
+    narrow.add_column(overflow="fold")
     for candidate in result.candidates[:_SHOWN_CANDIDATES]:
         mark, color = ("no", "red")
         if candidate.fits:
@@ -462,14 +482,16 @@ def _candidates(result: Identification) -> RenderableType:
             mark, color = ("BEST", "bold green")
         fitted = count(candidate.free_parameters, "number") if candidate.free_parameters else ""
         said = Text.assemble((candidate.name, ""), (f"  {candidate.scheme}", "dim"))
-        table.add_row(
-            Text(mark, style=color), said, Text(f"off by {off(candidate.residual)}"),
-            Text(f"{fitted} fitted" if fitted else "", style="dim"),
-        )  # fmt: skip
+        far = f"off by {off(candidate.residual)}"
+        fitted = f"{fitted} fitted" if fitted else ""
+        table.add_row(Text(mark, style=color), said, Text(far), Text(fitted, style="dim"))
+        below = Text.assemble(said, "\n", far, (f", {fitted}" if fitted else "", "dim"))
+        narrow.add_row(Text(mark, style=color), below)
     more = len(result.candidates) - _SHOWN_CANDIDATES
     if more > 0:
-        table.add_row(Text(""), Text(f"and {more} more", style="dim"))
-    return table
+        for rows in (table, narrow):
+            rows.add_row(Text(""), Text(f"and {more} more", style="dim"))
+    return Fitting(table, Group(narrow), _ROOM_FOR_CANDIDATES)
 
 
 # --------------------------------------------------------------------------------------------
