@@ -135,6 +135,7 @@ def test_audit_of_a_function(capsys, models):
         (("explain", "layer_norm", "2,3"), "Did you mean 'torch.layer_norm'?"),
         (("explain", "torch.group_norm", "2,4,3", "--sizes", "g:2"), "Write them as g=2,c=4"),
         (("explain", "torch.group_norm", "2,4,3", "--sizes", "z=2"), "'z' is none of"),
+        (("explain", "torch.group_norm", "2,4,3", "--sizes", "g=2,g=4"), "says two of g"),
         (("audit", "some_models:raises"), "RuntimeError: first line."),
         (("audit", "some_models:leaves"), "SystemExit: bye."),
         (("audit", "some_models:needs"), "missing 1 required positional argument: 'size'"),

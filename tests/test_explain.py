@@ -725,3 +725,24 @@ def test_numbers_stay_whole_on_narrow_terminals(width):
         if len(step.values) == 1:
             assert f"{step.values[0]:.7g}" in words
     assert {f"{value:.5g}" for value in shown} <= words
+
+
+def test_a_forward_of_its_own_is_not_vouched_for():
+    """A norm over the channels that is written as a LayerNorm was explained as one."""
+
+    class OverChannels(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+    class OtherDefaults(nn.LayerNorm):
+        def __init__(self, size):
+            super().__init__(size, eps=1e-6)
+
+    for ask in (
+        lambda module: explain(module, (2, 4, 3, 4)),
+        lambda module: compare("... [d]", module, (2, 4, 3, 4)),
+    ):
+        with pytest.raises(ArgumentError, match="An OverChannels came, which has a forward of"):
+            ask(OverChannels(4))
+        ask(OtherDefaults(4)), ask(axisnorm.nn.LayerNorm(4))
+    assert explain(OtherDefaults(4), (2, 4)).scheme.eps == 1e-6

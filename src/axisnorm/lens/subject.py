@@ -116,6 +116,12 @@ def _read_module(module: Any, shape: tuple[int, ...], asker: str) -> Subject:
             f"{asker} knows the norm modules of torch.nn and axisnorm.nn. "
             f"{with_article(module)} came. Run audit on it to see what it computes."
         )
+    home = getattr(type(module).forward, "__module__", "torch")
+    if home.split(".")[0] not in ("torch", "axisnorm"):
+        raise ArgumentError(
+            f"{asker} knows what torch.nn and axisnorm.nn compute. {with_article(module)} came, "
+            "which has a forward of its own. Run audit on it to see what it computes."
+        )
     _check_plain(activation_of(module), module, asker)
     _check_module(module, found, shape)
     running = {}
@@ -346,14 +352,17 @@ def _check_known(scheme: Scheme) -> None:
 
 def _sizes_said(text: str) -> dict[str, int]:
     """``"g=2,c=4"`` as a dict."""
-    found = {}
+    found: dict[str, int] = {}
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]{1,18})\s*", word)
         if match is None:
             raise ArgumentError(
                 f"Sizes are names with whole numbers. '{text}' came. Write them as g=2,c=4."
             )
-        found[match[1]] = int(match[2])
+        if found.setdefault(match[1], int(match[2])) != int(match[2]):
+            raise ArgumentError(
+                f"Each name has one size. '{text}' says two of {match[1]}. Leave one out."
+            )
     return found
 
 
