@@ -746,3 +746,13 @@ def test_a_forward_of_its_own_is_not_vouched_for():
             ask(OverChannels(4))
         ask(OtherDefaults(4)), ask(axisnorm.nn.LayerNorm(4))
     assert explain(OtherDefaults(4), (2, 4)).scheme.eps == 1e-6
+
+
+def test_squares_that_overflow_are_refused():
+    """They were worked through to an output of 0, where normalize gives the right one."""
+    x = np.array([[1.0, 2.0, 3.0], [-4e300, 1e300, 2e300]])
+    for scheme in ("n [d]", "n [d]; center=false"):
+        assert np.abs(axisnorm.normalize(x, scheme)).max() > 0.5
+        with pytest.raises(ArgumentError, match=re.escape("x[1, 0] = -4e+300 is larger")):
+            explain(scheme, x)
+    assert explain("n [d]", x[:1] * 1e150).worked.y == pytest.approx(-(1.5**0.5))

@@ -593,6 +593,13 @@ def _with_numbers(explanation: Explanation, tensor: Any, subject: Subject) -> Ex
             np.asarray(values, dtype=np.float64).reshape(explanation.statistics_shape)
             for values in (moments.mean, moments.var)
         )
+    if scheme.statistics == "batch" and not np.isfinite(var).all():
+        place = tuple(int(i) for i in np.unravel_index(np.abs(x).argmax(), x.shape))
+        raise ArgumentError(
+            "A group is worked through in float64, squares included. That of "
+            f"x[{', '.join(map(str, place))}] = {x[place]:g} is larger than its largest number. "
+            "Give smaller numbers, or only the shape."
+        )
     dtype = type_name(tensor)
     told = explanation.statistics_dimensions
     worked = work_through(sizes, told, x, mean, var, weight, bias, dtype)
