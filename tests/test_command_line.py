@@ -601,3 +601,19 @@ def test_every_output_takes_every_result(models, monkeypatch, encoding, argument
 def test_a_message_does_not_steer_the_terminal(capsys):
     status, out, err = run(capsys, "audit", "no\x1b[31m:such")
     assert (status, out) == (2, "") and "no?[31m" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("protected", ["page.html", "."])
+def test_what_is_write_protected_is_not_replaced(capsys, tmp_path, monkeypatch, protected):
+    """A file in a directory that may be written to was replaced, whatever its own rights."""
+    (tmp_path / "page.html").write_text("old")
+    there = (tmp_path / protected).resolve()
+    allowed = os.access
+    # For root everything may be written to.
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != there and allowed(path, mode)
+    )
+    given = ("explain", "... [d]", "2,3", "--html", str(tmp_path / "page.html"))
+    status, out, err = run(capsys, *given)
+    assert (status, out) == (2, "") and f"'{there}' is write-protected" in err
+    assert os.listdir(tmp_path) == ["page.html"] and (tmp_path / "page.html").read_text() == "old"

@@ -166,6 +166,14 @@ def checked_target(
             f"A file is written to a directory that exists. '{target.parent}' does not. "
             "Make it first."
         )
+    real = _real(target)
+    for place in (real.parent, *([real] if real.exists() else [])):
+        # A rename needs the directory alone: it would replace a file that is protected.
+        if not os.access(place, os.W_OK):
+            raise ArgumentError(
+                f"A result is written where writing is allowed. '{place}' is write-protected. "
+                "Name another file."
+            )
     if any(_same(target, Path(one)) for one in reads):
         raise ArgumentError(
             f"What is read is not written over. '{target}' came for both. Name another file."
