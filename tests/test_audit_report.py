@@ -301,3 +301,14 @@ def test_progress_is_for_terminals(models, tmp_path, monkeypatch, capfd, option)
         assert "\x1b[?25h" in shown and shown.endswith(
             "\x1b[2K"
         )  # the cursor is back, the line empty
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_names_that_are_ruled_out_are_whole(width):
+    """At 40 columns '(InstanceNorm)' ended in three dots."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8))
+    said = axisnorm.audit(model, torch.randn(2, 8, 4, 4)).to_text(width=width, color=False)
+    part = said.split("Ruled out by the numbers")[1]
+    assert "InstanceNorm" in part and "…" not in part
+    assert max(map(len, said.splitlines())) <= width

@@ -229,6 +229,7 @@ def rivals(norms: Sequence[Norm]) -> RenderableType:
             else:
                 apart.setdefault(name, []).append(least[name])
     table = Table.grid(padding=(0, 2))
+    table.add_column(overflow="fold")
     # Other means before other formulas, the plainest first.
     means = sorted(apart, key=lambda name: (not name.startswith("one "), len(name)))
     for name in [name for name in means if "as declared" not in name][:8]:
