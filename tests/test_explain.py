@@ -756,3 +756,17 @@ def test_squares_that_overflow_are_refused():
         with pytest.raises(ArgumentError, match=re.escape("x[1, 0] = -4e+300 is larger")):
             explain(scheme, x)
     assert explain("n [d]", x[:1] * 1e150).worked.y == pytest.approx(-(1.5**0.5))
+
+
+def test_the_formula_of_a_function_has_what_it_was_given():
+    """A weight without a bias was explained as having one."""
+    x, weight, bias = torch.randn(2, 4), torch.ones(4), torch.zeros(4)
+    norm = functools.partial(torch.nn.functional.layer_norm, normalized_shape=(4,))
+    for given, end in (
+        ({"weight": weight}, " * weight[d]"),
+        ({"bias": bias}, " + bias[d]"),
+        ({"weight": weight, "bias": bias}, " * weight[d] + bias[d]"),
+        ({}, " * weight[d] + bias[d]"),
+    ):
+        found = explain(functools.partial(norm, **given), x)
+        assert found.formula.splitlines()[0].endswith(f"1e-05){end}")

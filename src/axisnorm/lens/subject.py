@@ -162,7 +162,11 @@ def _read_function(subject: Any, ndim: int, asker: str) -> Subject:
             if given.get(name) is not None
         }
     name = getattr(function, "__name__", type(function).__name__)
-    return Subject(name, found, given.get("weight"), given.get("bias"), running)
+    there = frozenset(role for role in ("weight", "bias") if given.get(role) is not None)
+    # A call may still give them where none was given yet.
+    return Subject(
+        name, found, given.get("weight"), given.get("bias"), running, there if there else None
+    )
 
 
 def _arguments(subject: Any, asker: str) -> tuple[Any, dict[str, Any]]:
