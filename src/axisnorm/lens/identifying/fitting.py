@@ -237,7 +237,10 @@ class _Fitter:
         statistics = source if isinstance(source, Statistics) else None
         sharing = source.sharing if isinstance(source, Statistics) else source
         kept = self.kept(sharing if statistics is None else statistics)
+        along, worst = sharing.touched(kept), self.pair.noise.worst
         for dimensions in self.choices(sharing):
+            if self.lines.refute_axes(along | sharing.touched(dimensions), worst):
+                continue
             if self.only is not None and (sharing.axes, dimensions) not in self.only:
                 continue
             if self.axes is not None and not varies_within(sharing, dimensions, self.axes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -90,6 +90,20 @@ class Sharing:
     def dimensions(self, axis: int) -> tuple[int, ...]:
         """The dimensions of ``expanded`` that belong to an axis of the tensor."""
         return self.own_dimensions[axis]
+
+    @cached_property
+    def bits(self) -> tuple[int, ...]:
+        """For each dimension of ``expanded`` the axis of the tensor as a bit, 0 of one element."""
+        return tuple(
+            1 << i if self.shape[i] > 1 else 0 for i, axis in enumerate(self.axes) for _ in axis
+        )
+
+    def touched(self, dimensions: Iterable[int]) -> int:
+        """The axes of the tensor that these dimensions belong to, as bits."""
+        bits, found = self.bits, 0
+        for i in dimensions:
+            found |= bits[i]
+        return found
 
     @cached_property
     def key(self) -> tuple[tuple[Factor, ...], ...]:

@@ -6,7 +6,7 @@ Both bounds are safe: what they refute leaves more over than rounding allows, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,9 @@ class Lines:
         self.pair = pair
         self.largest = float(np.abs(pair.x).max())
         self.furthest = _furthest(pair)
-        self.made: dict[tuple[tuple[int, ...], Part | None], _Cells | None] = {}
-        self.answers: dict[tuple[tuple[int, ...], Part | None, Noise], bool] = {}
+        self.bits = [1 << i for i, n in enumerate(pair.shape) if n > 1]
+        self.made: dict[Any, _Cells | None] = {}
+        self.answers: dict[Any, bool] = {}
 
     @classmethod
     def of(cls, pair: Pair) -> Lines:
@@ -73,42 +74,70 @@ class Lines:
             noise: the most that is believed of rounding.
             statistics: of the sharing: less is allowed where the means are known to be small.
         """
-        held = set(fixed)
-        axes = sharing.own_dimensions
-        touched = tuple(i for i, own in enumerate(axes) if held & set(own))
-        split, part = sharing.split, None
-        if split is not None and split in touched and not set(axes[split]) <= held:
-            part = split, sharing.axes[split][0][0], axes[split][1] in held
-        n = self.pair.x.size
+        fixed = tuple(fixed)
+        touched = sharing.touched(fixed)
+        if self.refute_axes(touched, noise):
+            return True
+        part = self._part(sharing, fixed)
         if statistics is not None:
-            return any(
-                cells.refuted(noise, *statistics.largest, n)
-                for cells in self._cells(sharing, touched, part)
+            largest = statistics.largest
+            if self._refuted(self._of_axes(touched), noise, *largest):
+                return True
+            return part is not None and self._refuted(
+                self._of_part(sharing, touched, part), noise, *largest
             )
-        answer = self.answers.get((touched, part, noise))
+        if part is None:
+            return False
+        key = touched, part, noise
+        answer = self.answers.get(key)
         if answer is None:
-            answer = self.answers[touched, part, noise] = any(
-                cells.refuted(noise, self.largest, self.largest, n)
-                for cells in self._cells(sharing, touched, part)
-            )
+            cells = self._of_part(sharing, touched, part)
+            answer = self.answers[key] = self._refuted(cells, noise, self.largest, self.largest)
         return answer
 
-    def _cells(
-        self, sharing: Sharing, touched: tuple[int, ...], part: Part | None
-    ) -> Iterator[_Cells]:
-        """Those of whole axes, where more is held and the line holds all the more, and of parts."""
-        if (touched, None) not in self.made:
-            whole_axes = whole(sharing.shape, [])
-            self.made[touched, None] = self._fitted(whole_axes, touched)
-        if part is not None and (touched, part) not in self.made:
-            axes = sharing.own_dimensions
-            dimensions = [i for axis in touched if axis != part[0] for i in axes[axis]]
-            dimensions.append(axes[part[0]][part[2]])
-            self.made[touched, part] = self._fitted(sharing, tuple(sorted(dimensions)))
-        for key in dict.fromkeys((None, part)):
-            cells = self.made[touched, key]
-            if cells is not None:
-                yield cells
+    def refute_axes(self, touched: int, noise: Noise) -> bool:
+        """Whether elements alike along these whole axes, told as bits, are on no line."""
+        key = touched, noise
+        answer = self.answers.get(key)
+        if answer is None:
+            # Where more is held the line holds all the more: what is off none then is off none now.
+            more = (touched | bit for bit in self.bits if not touched & bit)
+            answer = any(self.refute_axes(axes, noise) for axes in more)
+            if not answer:
+                answer = self._refuted(self._of_axes(touched), noise, self.largest, self.largest)
+            self.answers[key] = answer
+        return answer
+
+    def _refuted(self, cells: _Cells | None, noise: Noise, mean: float, about: float) -> bool:
+        return cells is not None and cells.refuted(noise, mean, about, self.pair.x.size)
+
+    def _part(self, sharing: Sharing, fixed: Sequence[int]) -> Part | None:
+        """The axis of which a part alone is held."""
+        if sharing.split is None:
+            return None
+        outer, inner = sharing.dimensions(sharing.split)
+        if (outer in fixed) == (inner in fixed):
+            return None
+        return sharing.split, sharing.expanded[outer], inner in fixed
+
+    def _of_axes(self, touched: int) -> _Cells | None:
+        if touched not in self.made:
+            shape = self.pair.shape
+            axes = tuple(i for i in range(len(shape)) if touched & 1 << i)
+            self.made[touched] = self._fitted(whole(shape, []), axes)
+        return self.made[touched]
+
+    def _of_part(self, sharing: Sharing, touched: int, part: Part) -> _Cells | None:
+        key = touched, part
+        if key not in self.made:
+            axis, _, inner = part
+            dimensions = [
+                i for other, own in enumerate(sharing.own_dimensions) for i in own
+                if other != axis and touched & 1 << other
+            ]  # fmt: skip
+            dimensions.append(sharing.dimensions(axis)[inner])
+            self.made[key] = self._fitted(sharing, tuple(sorted(dimensions)))
+        return self.made[key]
 
     def _fitted(self, sharing: Sharing, dimensions: tuple[int, ...]) -> _Cells | None:
         shape = sharing.expanded

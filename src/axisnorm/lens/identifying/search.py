@@ -46,6 +46,7 @@ from .hypotheses import (
     roundest,
 )
 from .maps import maps
+from .refuting import Lines
 
 __all__ = [
     "UNSEEN",
@@ -203,7 +204,13 @@ def _with_known_weights(
     weight: Floats | None,
     bias: Floats | None,
 ) -> Iterator[Fit]:
-    screened = _screened(pair, every, affine_of, weight, bias)
+    lines, noise = Lines.of(pair), pair.noise.summed
+    possible = [
+        sharing for sharing in every
+        if not any(lines.refute(sharing, (*sharing.kept, *affine.dimensions), noise)
+                   for affine in affine_of(sharing))
+    ]  # fmt: skip
+    screened = _screened(pair, possible, affine_of, weight, bias)
     passed = [s for s in screened if s.misfit <= s.allowed]
     scale = _scale(pair, weight, bias)
     if scale is not None:
@@ -232,9 +239,11 @@ def _with_known_weights(
 def nearest(pair: Pair, given: Given) -> Iterator[Fit]:
     """The plain formula over the sets of axes that come nearest, where nothing fits."""
     every = distinct_sharings(pair.shape)
+    whole = [sharing for sharing in every if sharing.split is None]
     for affine_of, weight, bias in assignments(pair, given):
-        screened = _screened(pair, every, affine_of, weight, bias)
-        near = [one for one in screened if one.sharing.split is None] or screened
+        near = _screened(pair, whole, affine_of, weight, bias) or _screened(
+            pair, every, affine_of, weight, bias
+        )
         for one in near[:NEAREST]:
             (affine,) = affine_of(one.sharing)
             yield _nearest(pair, pair.statistics(one.sharing), one.center, affine, weight, bias)
