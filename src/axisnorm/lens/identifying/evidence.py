@@ -112,10 +112,16 @@ class Noise:
         """The same, but the worst for a computation in double: sums are not exact enough then."""
         return self if self.compute >= UNITS["float32"] else self.worst
 
-    def relative(self, group_size: Any) -> Any:
-        """What is allowed for one unit of output: sums of n add log2(n) / 2 roundings to r."""
+    def relative(self, group_size: Any, sensitivity: float = 1.0) -> Any:
+        """What is allowed for one unit of output: sums of n add log2(n) / 2 roundings to r.
+
+        Args:
+            group_size: how many elements share a mean.
+            sensitivity: how much more than through a root an error of the variance moves it.
+        """
         inner = self.compute * (8.0 + 0.5 * np.log2(np.maximum(group_size, 2)))
-        return self.slack * (self.unit * (2.0 if self.twice_rounded else 1.0) + inner)
+        outer = self.unit * (2.0 if self.twice_rounded else 1.0)
+        return self.slack * (outer + sensitivity * inner)
 
     def bound(
         self, group_size: Any, output: Any, slope: Any, mean: Any = 0.0, bias: Any = 0.0

@@ -22,7 +22,7 @@ from .hypotheses import (
     is_known,
     roundest,
 )
-from .least_squares import Line, line
+from .least_squares import line
 from .refuting import Lines, none_between, refuted_for_every_eps
 from .sampling import (
     COLUMNS,
@@ -82,11 +82,15 @@ MOST_EPS = 12
 
 MOST_LEADS = 48
 
-REFUTED = [(True, True), (True, True)]
-"""With and without the mean, each without and with a bias."""
+REFUTED = np.ones((2, 2, 2), bool)
+"""Of a variance without its root and of other formulas, with and without the mean, without and with
+a bias."""
 
 TOGETHER = 8
 """So many values of eps are tried at once where the border of those that pass is sought."""
+
+OPEN = 1.5
+"""What rounding allows may be so much more beside another bias."""
 
 LARGE = 10.0
 """An eps so many times larger than variances makes the factor the same for all groups."""
@@ -229,7 +233,7 @@ class _Fitter:
         """What came near on a sample, of what is not refuted before."""
         places = [place for source in sources for place in self.places(source)]
         for place, refuted in zip(places, self.refuted(places), strict=True):
-            if not all(map(all, refuted)):
+            if not refuted.all():
                 yield from self.near(*place, refuted)
 
     def places(self, source: Sharing | Statistics) -> Iterator[tuple[Statistics, tuple[int, ...]]]:
@@ -265,7 +269,7 @@ class _Fitter:
         self,
         statistics: Statistics,
         dimensions: tuple[int, ...],
-        refuted: Sequence[tuple[bool, bool]],
+        refuted: NDArray[np.bool_],
     ) -> Iterator[_Lead]:
         sharing = statistics.sharing
         each = self.pair.x.size // max(number_of(sharing, dimensions), 1)
@@ -275,7 +279,9 @@ class _Fitter:
         group = groups(statistics, sample, dimensions)
         meansquare = statistics.meansquare.ravel()[group]
         var = statistics.var.ravel()[group]
-        for center, (no_weight, no_bias) in zip((True, False), refuted, strict=True):
+        for center, own in zip((True, False), refuted.transpose(1, 0, 2).tolist(), strict=True):
+            (no_var, no_var_bias), (no_root, no_root_bias) = own
+            no_weight, no_bias = no_var and no_root, no_var_bias and no_root_bias
             if no_weight and no_bias:
                 continue
             d = sample.x - statistics.mean.ravel()[group] if center else sample.x
@@ -286,7 +292,9 @@ class _Fitter:
             given = center or statistics.running
             unit = self.pair.noise.unit
             tried = list(_factors(var if given else meansquare, unit))
-            if not given:
+            if no_root and no_root_bias:
+                tried = [(kind, f) for kind, f in tried if kind == "var"]
+            elif not given:
                 # The uncentred value over the centred deviation.
                 tried += [("deviation", f) for k, f in _factors(var, unit) if k == "root"]
             families, factors = [k for k, _ in tried], [f for _, f in tried]
@@ -311,7 +319,11 @@ class _Fitter:
                     left = max(left, floor)
                     best[family] = min(left, best.get(family, math.inf))
                     worst[family] = max(left, worst.get(family, 0.0))
-                ranked = sorted(best, key=lambda family: best[family])
+                closed = (no_var_bias, no_root_bias) if with_bias else (no_var, no_root)
+                ranked = [family for family in best if not closed[family != "var"]]
+                ranked.sort(key=lambda family: best[family])
+                if not ranked or (free and closed[1]):
+                    continue
                 total = float(sample.sums[1 + with_bias].sum())
                 most = NEAR * best[ranked[0]]
                 one = max(float(lefts[with_bias][-1]), floor)
@@ -368,12 +380,13 @@ class _Fitter:
 
     def refuted(
         self, places: Sequence[tuple[Statistics, tuple[int, ...]]]
-    ) -> list[list[tuple[bool, bool]]]:
-        """Whether no formula can fit: with and without the mean, each without and with a bias.
+    ) -> list[NDArray[np.bool_]]:
+        """Whether no formula can fit: of a variance without its root and others, with and without
+        the mean, without and with a bias.
 
         For each set of axes with the dimensions of a weight.
         """
-        found: dict[int, list[tuple[bool, bool]]] = {}
+        found: dict[int, NDArray[np.bool_]] = {}
         noise, cache = self.pair.noise.summed, self.pair.cache
         bare = self.weight is None and self.bias is None
         for k, (statistics, dimensions) in enumerate(places):
@@ -395,11 +408,11 @@ class _Fitter:
                     for place, k in enumerate(some):
                         exact[k], worst[k] = (a[..., place] for a in answers)
             for k in left:
-                found[k] = [(bool(own[0]), bool(own[1:].all())) for own in exact[k]]
-                found[k] = list(zip(*found[k], strict=True))
+                centred, others = exact[k][..., 0], exact[k][..., 1:].all(-1)
+                found[k] = np.stack([centred, others], axis=1)
             left = [
                 k for k in left
-                if samples[k].x.shape[1] == most[1] and not all(map(all, found[k]))
+                if samples[k].x.shape[1] == most[1] and not found[k].all()
             ]  # fmt: skip
             if len(left) > MOST_SUSPECTS:
                 break
@@ -415,8 +428,9 @@ class _Fitter:
     def _refuted(
         self, places: Sequence[tuple[Statistics, tuple[int, ...], Sample]]
     ) -> list[NDArray[np.bool_]]:
-        """For what is believed of rounding and the worst: without and with a bias, for the mean
-        subtracted, not, and the uncentred value over the centred deviation, for each place."""
+        """For what is believed of rounding and the worst: of a variance without its root and
+        others, without and with a bias, for the mean subtracted, not, and the uncentred value over
+        the centred deviation, for each place."""
         d, variance, about, largest = [], [], [], []
         for statistics, dimensions, sample in places:
             group = groups(statistics, sample, dimensions)
@@ -446,7 +460,7 @@ class _Fitter:
             np.asarray(about).ravel(),
             three(largest),
         )
-        return [own.reshape(2, -1, 3).transpose(0, 2, 1) for own in found]
+        return [own.reshape(2, 2, -1, 3).transpose(0, 1, 3, 2) for own in found]
 
     def _at(self, values: Floats, flat: NDArray[np.int64]) -> Floats:
         return np.broadcast_to(values, self.pair.shape).reshape(-1)[flat]
@@ -505,17 +519,21 @@ class _Fitter:
 
     def refined(self, leads: Sequence[_Lead]) -> list[Fit]:
         trials = [trial for lead in leads for trial in self.trials(lead)]
+        tabulate(trials)
         trials.sort(key=lambda trial: trial.least)
         near = [t for t in trials if t.least <= max(NEAR**2 * trials[0].least, 1.0)]
-        fits = [trial.fit(self) for trial in near[: 2 * REFINED] if self.left > 0]
-        return [fit for fit in fits if fit is not None]
+        near = near[: 2 * REFINED]
+        fits = [trial.fit(self) for trial in near if self.left > 0 and not trial.refuted]
+        found = [fit for fit in fits if fit is not None]
+        # How near the nearest came is asked for where nothing fits.
+        return found or [trial.nearly() for trial in near[:1]]
 
     def trials(self, lead: _Lead) -> Iterator[_Trial]:
         sharing, statistics = lead.sharing, lead.statistics
         if not statistics.running:
             statistics = self.pair.statistics(sharing)
             lead = replace(lead, statistics=statistics)
-        sample = self.spread_sample(lead)
+        elements = _Elements(self, lead, self.spread_sample(lead))
         seen = set()
         for formula in CENTRED if lead.center else UNCENTRED:
             alike = formula.without_constant_factor()
@@ -527,7 +545,7 @@ class _Fitter:
                 # A weight for each group takes up whatever formula there is.
                 continue
             seen.add(alike)
-            yield _Trial(self, lead, alike, sample)
+            yield _Trial(elements, alike)
 
     def spread_sample(self, lead: _Lead) -> Sample:
         """Elements of groups of every variance, from the least to the largest."""
@@ -546,6 +564,36 @@ class _Fitter:
             found = self.picked(shape, dimensions, rows, every[order[take]])
             self.samples[key] = found
         return found
+
+
+def tabulate(trials: Sequence[_Trial]) -> None:
+    """What is left over for every eps of every trial: for one, the calls take the time."""
+    alike: dict[Any, list[_Trial]] = {}
+    for trial in trials:
+        key = trial.y.shape, trial.valid is None, trial.lead.with_bias, trial.fixed
+        alike.setdefault(key, []).append(trial)
+    for (_, whole, with_bias, fixed), own in alike.items():
+        several = [trial.seen_eps() for trial in own]
+        most = max(map(len, several))
+        # The last one fills up shorter lists.
+        several = [eps + eps[-1:] * (most - len(eps)) for eps in several]
+        u = np.stack([
+            trial.normalized(np.asarray(eps)[:, None, None])
+            for trial, eps in zip(own, several, strict=True)
+        ])  # fmt: skip
+        y = np.stack([trial.y for trial in own])[:, None]
+        valid = None if whole else np.stack([trial.valid for trial in own])[:, None]
+        if valid is not None:
+            u = np.where(valid, u, 0.0)
+        fitted = line(u, y, valid, (3,), with_bias, fixed)
+        left, size, about = (
+            np.sqrt(np.einsum("tekl,tekl->tek", v, v)) for v in (fitted.left, u, fitted.about)
+        )
+        for place, trial in enumerate(own):
+            count = fitted.count[0 if whole else place]
+            allowed = trial.allowing(count, fitted.bias[place if with_bias else 0])[..., 0]
+            allowed = np.broadcast_to(allowed, left[place].shape)
+            trial.keep(several[place], left[place], allowed, size[place], about[place])
 
 
 def _family(formula: Formula) -> str:
@@ -595,38 +643,109 @@ def _factors(value: Floats, unit: float) -> Iterator[tuple[str, Floats]]:
         yield "fourth root", 1.0 / np.sqrt(root + math.sqrt(eps))
 
 
-class _Trial:
-    """A formula for a lead: the eps with which weights fit best, and between which they fit."""
+class _Elements:
+    """A sample of a lead's elements: what any of its formulas is held against."""
 
-    def __init__(self, fitter: _Fitter, lead: _Lead, formula: Formula, sample: Sample) -> None:
-        pair, statistics = fitter.pair, lead.statistics
-        self.lead, self.formula, self.pair = lead, formula, pair
-        group = groups(statistics, sample, lead.dimensions)
+    def __init__(self, fitter: _Fitter, lead: _Lead, sample: Sample) -> None:
+        statistics = lead.statistics
+        self.lead, self.pair = lead, fitter.pair
+        self.group = groups(statistics, sample, lead.dimensions)
         self.y, self.valid = sample.y, sample.valid
-        self.d = sample.x - statistics.mean.ravel()[group] if lead.center else sample.x
+        self.d = sample.x - statistics.mean.ravel()[self.group] if lead.center else sample.x
         self.fixed = sample.known is not None
         if sample.known is not None:
             self.d = self.d * sample.known
-        full = np.broadcast_to(statistics.base(formula), statistics.mean.shape)
-        self.base = full.ravel()[group]
-        about = np.sqrt(statistics.meansquare.ravel()[group]) if lead.center else 0.0
-        n = summed(statistics)
-        bound = pair.noise.bound(n, np.abs(self.y), sample.slope, about) * formula.sensitivity
-        square = np.square(np.broadcast_to(bound, self.y.shape))
+        about = np.sqrt(statistics.meansquare.ravel()[self.group]) if lead.center else 0.0
+        noise, n = self.pair.noise, summed(statistics)
+        self.relative = noise.relative(n)
+        square = np.square(noise.bound(n, np.abs(self.y), sample.slope, about))
+        square = np.broadcast_to(square, self.y.shape)
         if self.valid is not None:
             square = np.where(self.valid, square, 0.0)
-        self.allowed = np.maximum(square.sum(1), 1e-300)
-        self.relative = pair.noise.relative(n) * formula.sensitivity
+        self.allowed = square.sum(1)
+
+
+class _Trial:
+    """A formula for a lead: the eps with which weights fit best, and between which they fit."""
+
+    tried: dict[float, tuple[float, float]]
+    """What is left over what rounding allows, in all and for the worst weight, for each eps."""
+    least: float
+    """The least of them in all."""
+    refuted: bool
+    """Whether no eps leaves every weight as little as rounding."""
+
+    def __init__(self, elements: _Elements, formula: Formula) -> None:
+        lead, pair = elements.lead, elements.pair
+        statistics = lead.statistics
+        self.lead, self.formula, self.pair, self.elements = lead, formula, pair, elements
+        self.y, self.valid, self.d = elements.y, elements.valid, elements.d
+        self.fixed = elements.fixed
+        full = np.broadcast_to(statistics.base(formula), statistics.mean.shape)
+        self.base = full.ravel()[elements.group]
+        self.allowed = np.maximum(elements.allowed * formula.sensitivity**2, 1e-300)
+        self.relative = elements.relative * formula.sensitivity
         self.middle = float(np.median(self.base[self.base > 0])) if (self.base > 0).any() else 1.0
-        grid = {*usual_eps(formula, pair), *(self.middle * 10.0**k for k in range(-8, 4))}
+        self.grid = {*usual_eps(formula, pair), *(self.middle * 10.0**k for k in range(-8, 4))}
         if formula.placement == "max":
             # Clamped everywhere, it would be one factor for all: no statistics.
-            grid = {eps for eps in grid if eps < float(self.base.max())} or {0.0}
+            self.grid = {eps for eps in self.grid if eps < float(self.base.max())} or {0.0}
         # Below this size no digit of a factor shows eps: all that are in use are one.
-        unseen = 0.01 * pair.noise.unit * float(self.base.min())
-        found = self.ratios(sorted({eps if eps > unseen else 0.0 for eps in grid}))
-        self.tried = {eps: found[eps if eps > unseen else 0.0] for eps in grid}
+        self.unseen = 0.01 * pair.noise.unit * float(self.base.min())
+
+    def seen_eps(self) -> list[float]:
+        """The values of eps that are tried first and differ in some digit."""
+        return sorted({eps if eps > self.unseen else 0.0 for eps in self.grid})
+
+    def keep(
+        self, several: Sequence[float], left: Floats, allowed: Floats, size: Floats, about: Floats
+    ) -> None:
+        """Keep what was found for each eps and each weight.
+
+        Args:
+            several: the values of eps.
+            left: the length of what is left over.
+            allowed: what rounding allows of its square.
+            size: the length of what the weight multiplies.
+            about: the same, less its mean where a bias was fitted.
+        """
+        square = np.square(left)
+        total, worst = square.sum(1) / allowed.sum(1), (square / allowed).max(1)
+        found = dict(zip(several, zip(total.tolist(), worst.tolist(), strict=True), strict=True))
+        self.tried = {eps: found[eps if eps > self.unseen else 0.0] for eps in self.grid}
         self.least = min(total for total, _ in self.tried.values())
+        self.refuted = self.least > 1 and self.none_passes(several, left, allowed, size, about)
+
+    def none_passes(
+        self, several: Sequence[float], left: Floats, allowed: Floats, size: Floats, about: Floats
+    ) -> bool:
+        """Whether for every eps some weight leaves more than rounding allows.
+
+        Relative to one group the factors of an eps lie between those of the two that were tried
+        next to it. So they are those of either but for a share, and what is left over is no
+        shorter than what that one leaves, less the share of what the weight gives.
+        """
+        y = self.y if self.valid is None else np.where(self.valid, self.y, 0.0)
+        length = np.sqrt(np.square(y).sum(1))
+        least, most = self.base.min(1), self.base.max(1)
+        eps, (_, a) = np.asarray(several)[:, None], self.formula.exponents
+        if self.formula.placement == "max":
+            inner = np.maximum(least, eps), np.maximum(most, eps)
+        else:
+            inner = least + eps, most + eps
+        with np.errstate(all="ignore"):
+            ratio = (inner[1] / inner[0]) ** -a
+            # Beyond the largest eps all factors become one.
+            share = np.sqrt(ratio / np.concatenate([ratio[1:], np.ones_like(ratio[:1])])) - 1
+            above = np.zeros(left.shape, bool)
+            # From the eps before and from the one after, which the last stretch does not have.
+            for here, part in ((slice(None), slice(None)), (slice(1, None), slice(-1))):
+                moved, own = share[part] * size[here], about[here] - share[part] * size[here]
+                weight = 1.0 if self.fixed else length / own
+                rest = left[here] - weight * moved
+                far = (own > 0) & (rest > 0) & (np.square(rest) > OPEN * allowed[here])
+                above[part] |= far
+        return bool(above.any(1).all())
 
     def normalized(self, eps: float | Floats) -> Floats:
         """What the weights multiply."""
@@ -652,20 +771,23 @@ class _Trial:
         valid = None if self.valid is None else self.valid[None]
         lead = self.lead
         fitted = line(self.normalized(eps), self.y[None], valid, (2,), lead.with_bias, self.fixed)
-        allowed = np.broadcast_to(self._allowed(fitted)[..., 0], fitted.left.shape[:2])
+        allowed = np.broadcast_to(
+            self.allowing(fitted.count, fitted.bias)[..., 0], fitted.left.shape[:2]
+        )
         return np.square(fitted.left).sum(2), allowed
 
-    def _allowed(self, fitted: Line) -> Floats:
+    def allowing(self, count: Floats, bias: Floats) -> Floats:
         """What rounding allows of the squares of what is left over, for each weight."""
         # The sum of product and bias may be small where both are not.
-        return self.allowed[:, None] + fitted.count * np.square(self.relative * fitted.bias)
+        return self.allowed[:, None] + count * np.square(self.relative * bias)
 
     def line(self, eps: float) -> tuple[Floats, Floats, Floats, Floats]:
         """Weights and biases, what they leave over, and what rounding allows of its squares."""
         fitted = line(
             self.normalized(eps), self.y, self.valid, (1,), self.lead.with_bias, self.fixed
         )
-        return fitted.weight, fitted.bias, fitted.left, self._allowed(fitted)[:, 0]
+        allowed = self.allowing(fitted.count, fitted.bias)[:, 0]
+        return fitted.weight, fitted.bias, fitted.left, allowed
 
     def passes(self, eps: float) -> bool:
         """Whether weights exist with which rounding explains all that is left."""
@@ -688,10 +810,10 @@ class _Trial:
             if near > 10 * LARGE * self.middle:
                 return None
             if self.flat():
-                return self.refuted(near)
+                return self.nearly(near)
         best, fitted = (usual[0], False) if usual else (self.nearest(), True)
         if not self.passes(best) or (fitted and self.pair.unit != 1):
-            return self.refuted(best)
+            return self.nearly(best)
         known = None if fitted else self.confirmed(fitter, best, (best, best), False)
         if known is not None and not known.fits:
             return known
@@ -799,9 +921,11 @@ class _Trial:
                 return
             step *= 4
 
-    def refuted(self, eps: float) -> Fit:
+    def nearly(self, eps: float | None = None) -> Fit:
         """How near it comes, with weights for the sample alone."""
         lead = self.lead
+        if eps is None:
+            eps = min(self.tried, key=lambda eps: self.tried[eps][0])
         w, b, left, allowed = self.line(eps)
         off = np.abs(left)
         affine = Affine(lead.dimensions, w, b, "given" if self.fixed else "fitted",

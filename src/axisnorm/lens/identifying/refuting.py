@@ -20,14 +20,18 @@ from .sampling import COLUMNS, ROWS, number_of, offsets, some
 
 __all__ = ["Lines", "none_between", "refuted_for_every_eps"]
 
-SENSITIVITY = 2.0
-"""The largest of all formulas: what a variance without its root loses."""
+KINDS = (1.0, 2.0), (0.5, 1.0)
+"""Of a variance that divides without its root, and of all other formulas: the largest power of the
+variance that divides, and how much more than through a root its error moves the output."""
 
 FEW = 3
 """Through fewer elements there is always a line."""
 
 ALIKE = 32
 """So many elements of groups of nearly one variance are looked at for each weight."""
+
+MIDDLE = 64
+"""Of so many of them, evenly spaced, one is in the middle."""
 
 LEAST_ALLOWED = 0.02
 """Of what rounding allows of a row on the whole, at least this share is allowed of each element."""
@@ -211,19 +215,19 @@ class _Cells:
         """
         left, spread, moved, size = self.left, self.spread, self.about, self.size
         alone = noise.bound(n, size, 0.0, 0.0, size)
-        if not (left > SENSITIVITY * alone).any():
+        if not (left > alone).any():
             return False
         slope = 2 * (moved + alone) / spread
         allowed = noise.bound(n, size, slope, about, size + slope * mean)
         # Beside a spread so small any slope is possible.
         told = allowed < 0.5 * slope * spread
         for _ in range(3):
-            if (told & (left > SENSITIVITY * allowed)).any():
+            if (told & (left > allowed)).any():
                 return True
             # Nor is a slope steeper than the output and its rounding together.
             slope = np.where(told, np.minimum(slope, (moved + allowed) / spread), slope)
             allowed = noise.bound(n, size, slope, about, size + slope * mean)
-        return bool((told & (left > SENSITIVITY * allowed)).any())
+        return bool((told & (left > allowed)).any())
 
 
 def refuted_for_every_eps(
@@ -240,9 +244,9 @@ def refuted_for_every_eps(
 
     A row of elements shares one weight, which takes up constant factors. So a formula counts
     relative to one variance: its factors lie between 1, of an infinite eps, and the inverse ratio
-    of variances. Of u, in the middle, they differ by at most e. What is left of y is then no
-    smaller than what u leaves, less \|w\| \|e\|, where the weight is at most
-    \|y\| / (\|u\| - \|e\|). Of each row the elements of the nearest variances are held
+    of variances, or its root. Of u, in the middle, they differ by at most e. What is left of y is
+    then no smaller than what u leaves, less \|w\| \|e\|, where the weight is at most
+    \|y\| / (\|u\| - \|e\|). Of each row elements of nearly one variance are held
     against this.
 
     Args:
@@ -256,31 +260,58 @@ def refuted_for_every_eps(
         known: the largest given weight, for each hypothesis.
 
     Returns:
-        For each of the noises, without a bias and with one, for each hypothesis.
+        For each of the noises, of a variance without its root and of other formulas, without a
+        bias and with one, for each hypothesis.
     """
     usable = variance > 0 if valid is None else valid & (variance > 0)
-    order = np.argsort(np.where(usable, variance, np.inf), axis=2)
-    value = np.take_along_axis(variance, order, 2)
-    size = value.shape[2]
+    found = np.zeros((len(noises), len(KINDS), 2, len(d)), bool)
+    size = variance.shape[2]
     count = min(ALIKE, size)
     if count < FEW:
-        return np.zeros((len(noises), 2, len(d)), bool)
-    # The stretch of neighbours whose variances differ least.
-    width = value[..., count - 1 :] / np.maximum(value[..., : size - count + 1], 1e-300)
-    reaches = np.arange(count - 1, size) < usable.sum(2, keepdims=True)
-    width = np.where(reaches, width, np.inf)
-    start = width.argmin(2)
-    enough = np.isfinite(width.min(2))
-    take = np.take_along_axis(order, start[..., None] + np.arange(count), 2)
-    d, variance = np.take_along_axis(d, take, 2), np.take_along_axis(variance, take, 2)
-    y = np.take_along_axis(y, take, 2)
+        return found
+    # The elements whose variances are nearest to the one in the middle.
+    logarithm = np.log(np.where(usable, variance, 1.0))
+    few = np.where(usable, logarithm, np.inf)[..., :: max(1, size // MIDDLE)]
+    place = np.isfinite(few).sum(2, keepdims=True) // 2
+    middle = np.take_along_axis(np.sort(few, axis=2), np.minimum(place, few.shape[2] - 1), 2)
+    distance = np.where(usable & np.isfinite(middle), np.abs(logarithm - middle), np.inf)
+    if count < size:
+        take = np.argpartition(distance, count - 1, axis=2)[..., :count]
+        d, y, variance, usable = (np.take_along_axis(v, take, 2) for v in (d, y, variance, usable))
+    enough = usable.all(2)
     variance = np.where(enough[..., None], variance, 1.0)
-    ratio = np.sqrt(variance[..., :1] * variance[..., -1:]) / variance
-    u, e = d * (0.5 * (1 + ratio)), np.abs(d * (0.5 * (1 - ratio)))
-    size, shifted = np.sqrt(_dot(y, y) / count), e.mean(2)
-    middle_y, middle_u = y.mean(2), u.mean(2)
-    steepest = (2 * ratio.max((1, 2)) * known)[:, None]
+    ends = variance.min(2, keepdims=True) * variance.max(2, keepdims=True)
+    whole = np.sqrt(ends) / variance
+    for kind, (power, sensitivity) in enumerate(KINDS):
+        # What is off a wider range is off a narrower one.
+        left = ~found[:, 0].all((0, 1)) if kind else np.ones(len(d), bool)
+        found[:, kind] = True
+        if left.any():
+            ratio = whole[left] if power == 1 else whole[left] ** power
+            found[:, kind, :, left] = _none_of(
+                noises, d[left], y[left], ratio, n[left], about[left], known[left], sensitivity,
+                enough[left],
+            ).transpose(2, 0, 1)  # fmt: skip
+    return found
+
+
+def _none_of(
+    noises: Sequence[Noise],
+    d: Floats,
+    y: Floats,
+    ratio: Floats,
+    n: NDArray[np.int64],
+    about: Floats,
+    known: Floats,
+    sensitivity: float,
+    enough: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """The same for factors between 1 and these ratios, of the rows with enough elements."""
     found = np.zeros((len(noises), 2, len(d)), bool)
+    size, middle_y = np.sqrt(_dot(y, y) / y.shape[-1]), y.mean(2)
+    u, e = d * (0.5 * (1 + ratio)), np.abs(d * (0.5 * (1 - ratio)))
+    shifted, middle_u = e.mean(2), u.mean(2)
+    steepest = (2 * ratio.max((1, 2)) * known)[:, None]
     for bias in (0, 1):
         own_y = y - middle_y[..., None] if bias else y
         own_u = u - middle_u[..., None] if bias else u
@@ -290,12 +321,14 @@ def refuted_for_every_eps(
         shift = bias * (np.abs(middle_y) + weight * (np.abs(middle_u) + shifted))
         slope = weight * steepest
         for place, noise in enumerate(noises):
+            more = noise.relative(n, sensitivity) / noise.relative(n)
             allowed = noise.bound(
                 n[:, None, None], np.abs(y), slope[..., None], about[:, None, None],
                 shift[..., None],
             )  # fmt: skip
             all_alike = noise.bound(n[:, None], size, slope, about[:, None], shift)
             allowed = np.maximum(allowed, LEAST_ALLOWED * all_alike[..., None])
+            allowed = more[:, None, None] * allowed
             # Nothing is allowed of outputs that are all 0, and nothing is left of them.
             one = 1 / np.where(allowed > 0, allowed, 1.0)
             off = _off(y * one, u * one, e * one, one if bias else None)
@@ -312,7 +345,7 @@ def _off(y: Floats, u: Floats, e: Floats, one: Floats | None) -> NDArray[np.bool
         e: how far off that may be, likewise.
         one: what a bias multiplies. None: there is none.
     """
-    most = SENSITIVITY * math.sqrt(y.shape[-1])
+    most = math.sqrt(y.shape[-1])
     if one is not None:
         square = _dot(one, one)
         y = y - (_dot(one, y) / square)[..., None] * one
