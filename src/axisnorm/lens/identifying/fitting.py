@@ -89,6 +89,12 @@ a bias."""
 TOGETHER = 8
 """So many values of eps are tried at once where the border of those that pass is sought."""
 
+EVERY, FEW = slice(None), slice(None, None, 4)
+"""The rows of a sample, and those that are enough to refute most formulas."""
+
+MOST_OPEN, BETWEEN = 8, 8
+"""Between up to so many neighbours of those tried so many more values of eps are tried each."""
+
 OPEN = 1.5
 """What rounding allows may be so much more beside another bias."""
 
@@ -519,13 +525,18 @@ class _Fitter:
 
     def refined(self, leads: Sequence[_Lead]) -> list[Fit]:
         trials = [trial for lead in leads for trial in self.trials(lead)]
-        tabulate(trials)
+        tabulate(trials, FEW)
+        for trial in trials:
+            trial.refute()
+        open_ = [trial for trial in trials if not trial.refuted]
+        tabulate(open_, EVERY)
+        # How near the nearest came is asked for where nothing fits.
+        trials = open_ or trials
         trials.sort(key=lambda trial: trial.least)
         near = [t for t in trials if t.least <= max(NEAR**2 * trials[0].least, 1.0)]
         near = near[: 2 * REFINED]
         fits = [trial.fit(self) for trial in near if self.left > 0 and not trial.refuted]
         found = [fit for fit in fits if fit is not None]
-        # How near the nearest came is asked for where nothing fits.
         return found or [trial.nearly() for trial in near[:1]]
 
     def trials(self, lead: _Lead) -> Iterator[_Trial]:
@@ -566,34 +577,61 @@ class _Fitter:
         return found
 
 
-def tabulate(trials: Sequence[_Trial]) -> None:
+def tabulate(trials: Sequence[_Trial], rows: slice) -> None:
     """What is left over for every eps of every trial: for one, the calls take the time."""
     alike: dict[Any, list[_Trial]] = {}
     for trial in trials:
         key = trial.y.shape, trial.valid is None, trial.lead.with_bias, trial.fixed
         alike.setdefault(key, []).append(trial)
-    for (_, whole, with_bias, fixed), own in alike.items():
+    for own in alike.values():
         several = [trial.seen_eps() for trial in own]
         most = max(map(len, several))
         # The last one fills up shorter lists.
         several = [eps + eps[-1:] * (most - len(eps)) for eps in several]
-        u = np.stack([
-            trial.normalized(np.asarray(eps)[:, None, None])
-            for trial, eps in zip(own, several, strict=True)
-        ])  # fmt: skip
-        y = np.stack([trial.y for trial in own])[:, None]
-        valid = None if whole else np.stack([trial.valid for trial in own])[:, None]
-        if valid is not None:
-            u = np.where(valid, u, 0.0)
-        fitted = line(u, y, valid, (3,), with_bias, fixed)
-        left, size, about = (
-            np.sqrt(np.einsum("tekl,tekl->tek", v, v)) for v in (fitted.left, u, fitted.about)
-        )
-        for place, trial in enumerate(own):
-            count = fitted.count[0 if whole else place]
-            allowed = trial.allowing(count, fitted.bias[place if with_bias else 0])[..., 0]
-            allowed = np.broadcast_to(allowed, left[place].shape)
-            trial.keep(several[place], left[place], allowed, size[place], about[place])
+        for trial, curve in zip(own, curves(own, several, rows), strict=True):
+            trial.keep(curve)
+
+
+@dataclass(frozen=True, eq=False)
+class _Curve:
+    """What a formula leaves over with several values of eps, each with each weight."""
+
+    rows: slice
+    eps: Sequence[float]
+    left: Floats
+    """The length of what is left over."""
+    allowed: Floats
+    """What rounding allows of its square."""
+    size: Floats
+    """The length of what the weight multiplies."""
+    about: Floats
+    """The same, less its mean where a bias was fitted."""
+
+
+def curves(
+    trials: Sequence[_Trial], several: Sequence[Sequence[float]], rows: slice
+) -> Iterator[_Curve]:
+    """Those of trials of one kind and as many values of eps each."""
+    first = trials[0]
+    u = np.stack([
+        trial.normalized(np.asarray(eps)[:, None, None], rows)
+        for trial, eps in zip(trials, several, strict=True)
+    ])  # fmt: skip
+    y = np.stack([trial.y[rows] for trial in trials])[:, None]
+    valid = None
+    if first.valid is not None:
+        valid = np.stack([trial.valid[rows] for trial in trials if trial.valid is not None])
+        valid = valid[:, None]
+        u = np.where(valid, u, 0.0)
+    fitted = line(u, y, valid, (3,), first.lead.with_bias, first.fixed)
+    left, size, about = (
+        np.sqrt(np.einsum("tekl,tekl->tek", v, v)) for v in (fitted.left, u, fitted.about)
+    )
+    for place, trial in enumerate(trials):
+        count = fitted.count[0 if valid is None else place]
+        bias = fitted.bias[place if first.lead.with_bias else 0]
+        allowed = np.broadcast_to(trial.allowing(count, bias, rows)[..., 0], left[place].shape)
+        yield _Curve(rows, several[place], left[place], allowed, size[place], about[place])
 
 
 def _family(formula: Formula) -> str:
@@ -672,7 +710,8 @@ class _Trial:
     """What is left over what rounding allows, in all and for the worst weight, for each eps."""
     least: float
     """The least of them in all."""
-    refuted: bool
+    curve: _Curve
+    refuted = False
     """Whether no eps leaves every weight as little as rounding."""
 
     def __init__(self, elements: _Elements, formula: Formula) -> None:
@@ -697,38 +736,44 @@ class _Trial:
         """The values of eps that are tried first and differ in some digit."""
         return sorted({eps if eps > self.unseen else 0.0 for eps in self.grid})
 
-    def keep(
-        self, several: Sequence[float], left: Floats, allowed: Floats, size: Floats, about: Floats
-    ) -> None:
-        """Keep what was found for each eps and each weight.
-
-        Args:
-            several: the values of eps.
-            left: the length of what is left over.
-            allowed: what rounding allows of its square.
-            size: the length of what the weight multiplies.
-            about: the same, less its mean where a bias was fitted.
-        """
-        square = np.square(left)
-        total, worst = square.sum(1) / allowed.sum(1), (square / allowed).max(1)
-        found = dict(zip(several, zip(total.tolist(), worst.tolist(), strict=True), strict=True))
+    def keep(self, curve: _Curve) -> None:
+        """Keep what was found."""
+        square = np.square(curve.left)
+        total, worst = square.sum(1) / curve.allowed.sum(1), (square / curve.allowed).max(1)
+        pairs = zip(total.tolist(), worst.tolist(), strict=True)
+        found = dict(zip(curve.eps, pairs, strict=True))
+        self.curve = curve
         self.tried = {eps: found[eps if eps > self.unseen else 0.0] for eps in self.grid}
         self.least = min(total for total, _ in self.tried.values())
-        self.refuted = self.least > 1 and self.none_passes(several, left, allowed, size, about)
 
-    def none_passes(
-        self, several: Sequence[float], left: Floats, allowed: Floats, size: Floats, about: Floats
-    ) -> bool:
-        """Whether for every eps some weight leaves more than rounding allows.
+    def refute(self) -> None:
+        """Find out whether for every eps some weight leaves more than rounding allows."""
+        if self.least <= 1:
+            return
+        open_ = np.flatnonzero(~self.none_passes(self.curve))
+        eps = self.curve.eps
+        if open_.size > MOST_OPEN or any(not eps[k] or k + 1 == len(eps) for k in open_.tolist()):
+            return
+        for k in open_.tolist():
+            # Nearer to one another they refute more.
+            between = np.geomspace(eps[k], eps[k + 1], BETWEEN + 1).tolist()
+            (curve,) = curves([self], [between], self.curve.rows)
+            if not none_between(np.square(curve.left) / curve.allowed):
+                return
+        self.refuted = True
+
+    def none_passes(self, curve: _Curve) -> NDArray[np.bool_]:
+        """Whether some weight leaves more than rounding allows, for each eps up to the next one.
 
         Relative to one group the factors of an eps lie between those of the two that were tried
         next to it. So they are those of either but for a share, and what is left over is no
         shorter than what that one leaves, less the share of what the weight gives.
         """
-        y = self.y if self.valid is None else np.where(self.valid, self.y, 0.0)
+        y, base = self.y[curve.rows], self.base[curve.rows]
+        y = y if self.valid is None else np.where(self.valid[curve.rows], y, 0.0)
         length = np.sqrt(np.square(y).sum(1))
-        least, most = self.base.min(1), self.base.max(1)
-        eps, (_, a) = np.asarray(several)[:, None], self.formula.exponents
+        least, most = base.min(1), base.max(1)
+        eps, (_, a) = np.asarray(curve.eps)[:, None], self.formula.exponents
         if self.formula.placement == "max":
             inner = np.maximum(least, eps), np.maximum(most, eps)
         else:
@@ -737,23 +782,25 @@ class _Trial:
             ratio = (inner[1] / inner[0]) ** -a
             # Beyond the largest eps all factors become one.
             share = np.sqrt(ratio / np.concatenate([ratio[1:], np.ones_like(ratio[:1])])) - 1
-            above = np.zeros(left.shape, bool)
+            above = np.zeros(curve.left.shape, bool)
             # From the eps before and from the one after, which the last stretch does not have.
             for here, part in ((slice(None), slice(None)), (slice(1, None), slice(-1))):
-                moved, own = share[part] * size[here], about[here] - share[part] * size[here]
+                moved = share[part] * curve.size[here]
+                own = curve.about[here] - moved
                 weight = 1.0 if self.fixed else length / own
-                rest = left[here] - weight * moved
-                far = (own > 0) & (rest > 0) & (np.square(rest) > OPEN * allowed[here])
+                rest = curve.left[here] - weight * moved
+                far = (own > 0) & (rest > 0) & (np.square(rest) > OPEN * curve.allowed[here])
                 above[part] |= far
-        return bool(above.any(1).all())
+        return np.asarray(above.any(1))
 
-    def normalized(self, eps: float | Floats) -> Floats:
+    def normalized(self, eps: float | Floats, rows: slice = EVERY) -> Floats:
         """What the weights multiply."""
         _, a = self.formula.exponents
-        inner = np.maximum(self.base, eps) if self.formula.placement == "max" else self.base + eps
+        base = self.base[rows]
+        inner = np.maximum(base, eps) if self.formula.placement == "max" else base + eps
         with np.errstate(all="ignore"):
             factor = 1 / np.sqrt(inner) if a == -0.5 else inner**a
-        return np.asarray(self.d * np.where(inner > 0, factor, 0.0))
+        return np.asarray(self.d[rows] * np.where(inner > 0, factor, 0.0))
 
     def ratio(self, eps: float) -> tuple[float, float]:
         """What is left over what rounding allows: in all, and for the worst weight."""
@@ -776,10 +823,10 @@ class _Trial:
         )
         return np.square(fitted.left).sum(2), allowed
 
-    def allowing(self, count: Floats, bias: Floats) -> Floats:
+    def allowing(self, count: Floats, bias: Floats, rows: slice = EVERY) -> Floats:
         """What rounding allows of the squares of what is left over, for each weight."""
         # The sum of product and bias may be small where both are not.
-        return self.allowed[:, None] + count * np.square(self.relative * bias)
+        return self.allowed[rows, None] + count * np.square(self.relative * bias)
 
     def line(self, eps: float) -> tuple[Floats, Floats, Floats, Floats]:
         """Weights and biases, what they leave over, and what rounding allows of its squares."""
