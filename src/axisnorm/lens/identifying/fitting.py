@@ -49,7 +49,7 @@ AS_NEAR = 1.1
 """One factor for all groups that leaves no more than so many times what formulas leave is as good
 as they are."""
 
-SUSPECTS = (4, 256), (4, 4096)
+SUSPECTS = (4, 256), (2, 4096)
 """Of so many weights so many elements are searched for some of nearly one variance."""
 
 MOST_SUSPECTS = 16
@@ -400,7 +400,7 @@ class _Fitter:
             if known and ("refuted", noise, statistics.sharing.axes, dimensions) in cache:
                 found[k] = REFUTED
         left = [k for k in range(len(places)) if k not in found]
-        exact, worst = {}, {}
+        exact, worst, near = {}, {}, {}
         for most in SUSPECTS:
             samples = {k: self.sample(places[k][0].sharing, places[k][1], most) for k in left}
             alike = itertools.groupby(
@@ -412,13 +412,13 @@ class _Fitter:
                     some = own[start : start + step]
                     answers = self._refuted([(*places[k], samples[k]) for k in some])
                     for place, k in enumerate(some):
-                        exact[k], worst[k] = (a[..., place] for a in answers)
+                        exact[k], worst[k], near[k] = (a[..., place] for a in answers)
             for k in left:
                 centred, others = exact[k][..., 0], exact[k][..., 1:].all(-1)
                 found[k] = np.stack([centred, others], axis=1)
             left = [
                 k for k in left
-                if samples[k].x.shape[1] == most[1] and not found[k].all()
+                if samples[k].x.shape[1] == most[1] and (near[k] & ~exact[k]).any()
             ]  # fmt: skip
             if len(left) > MOST_SUSPECTS:
                 break
@@ -436,7 +436,7 @@ class _Fitter:
     ) -> list[NDArray[np.bool_]]:
         """For what is believed of rounding and the worst: of a variance without its root and
         others, without and with a bias, for the mean subtracted, not, and the uncentred value over
-        the centred deviation, for each place."""
+        the centred deviation, for each place. Last whether nearer variances would refute them."""
         d, variance, about, largest = [], [], [], []
         for statistics, dimensions, sample in places:
             group = groups(statistics, sample, dimensions)
@@ -456,7 +456,7 @@ class _Fitter:
             """The same for each of three hypotheses of a place."""
             return np.repeat(np.asarray(values), 3, axis=0)
 
-        found = refuted_for_every_eps(
+        found, near = refuted_for_every_eps(
             (noise, noise.worst),
             np.asarray(d).reshape(-1, *shape),
             three([sample.y for _, _, sample in places]),
@@ -466,7 +466,8 @@ class _Fitter:
             np.asarray(about).ravel(),
             three(largest),
         )
-        return [own.reshape(2, 2, -1, 3).transpose(0, 1, 3, 2) for own in found]
+        answers = (*found, near[0])
+        return [own.reshape(2, 2, -1, 3).transpose(0, 1, 3, 2) for own in answers]
 
     def _at(self, values: Floats, flat: NDArray[np.int64]) -> Floats:
         return np.broadcast_to(values, self.pair.shape).reshape(-1)[flat]

@@ -239,7 +239,7 @@ def refuted_for_every_eps(
     n: NDArray[np.int64],
     about: Floats,
     known: Floats,
-) -> NDArray[np.bool_]:
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     r"""Whether no formula leaves as little as rounding, without a bias and with one.
 
     A row of elements shares one weight, which takes up constant factors. So a formula counts
@@ -261,14 +261,15 @@ def refuted_for_every_eps(
 
     Returns:
         For each of the noises, of a variance without its root and of other formulas, without a
-        bias and with one, for each hypothesis.
+        bias and with one, for each hypothesis. And the same for whether no formula would fit if all
+        variances were one: more elements may have nearer ones.
     """
     usable = variance > 0 if valid is None else valid & (variance > 0)
-    found = np.zeros((len(noises), len(KINDS), 2, len(d)), bool)
+    found = np.zeros((2, len(noises), len(KINDS), 2, len(d)), bool)
     size = variance.shape[2]
     count = min(ALIKE, size)
     if count < FEW:
-        return found
+        return found[0], found[1]
     # The elements whose variances are nearest to the one in the middle.
     logarithm = np.log(np.where(usable, variance, 1.0))
     few = np.where(usable, logarithm, np.inf)[..., :: max(1, size // MIDDLE)]
@@ -284,15 +285,15 @@ def refuted_for_every_eps(
     whole = np.sqrt(ends) / variance
     for kind, (power, sensitivity) in enumerate(KINDS):
         # What is off a wider range is off a narrower one.
-        left = ~found[:, 0].all((0, 1)) if kind else np.ones(len(d), bool)
-        found[:, kind] = True
+        left = ~found[0, :, 0].all((0, 1)) if kind else np.ones(len(d), bool)
+        found[:, :, kind] = True
         if left.any():
             ratio = whole[left] if power == 1 else whole[left] ** power
-            found[:, kind, :, left] = _none_of(
+            found[:, :, kind, :, left] = _none_of(
                 noises, d[left], y[left], ratio, n[left], about[left], known[left], sensitivity,
                 enough[left],
-            ).transpose(2, 0, 1)  # fmt: skip
-    return found
+            ).transpose(3, 0, 1, 2)  # fmt: skip
+    return found[0], found[1]
 
 
 def _none_of(
@@ -307,7 +308,7 @@ def _none_of(
     enough: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
     """The same for factors between 1 and these ratios, of the rows with enough elements."""
-    found = np.zeros((len(noises), 2, len(d)), bool)
+    found = np.zeros((2, len(noises), 2, len(d)), bool)
     size, middle_y = np.sqrt(_dot(y, y) / y.shape[-1]), y.mean(2)
     u, e = d * (0.5 * (1 + ratio)), np.abs(d * (0.5 * (1 - ratio)))
     shifted, middle_u = e.mean(2), u.mean(2)
@@ -332,12 +333,13 @@ def _none_of(
             # Nothing is allowed of outputs that are all 0, and nothing is left of them.
             one = 1 / np.where(allowed > 0, allowed, 1.0)
             off = _off(y * one, u * one, e * one, one if bias else None)
-            found[place, bias] = (told & off).any(1)
+            found[:, place, bias] = (told & off).any(2)
     return found
 
 
 def _off(y: Floats, u: Floats, e: Floats, one: Floats | None) -> NDArray[np.bool_]:
-    """Whether more is left of y than errors up to 1, whatever multiplies u, off by up to e.
+    """Whether more is left of y than errors up to 1, whatever multiplies u, off by up to e, and
+    whether more is if u is right.
 
     Args:
         y: the output over what rounding allows of it: rows of elements.
@@ -355,7 +357,8 @@ def _off(y: Floats, u: Floats, e: Floats, one: Floats | None) -> NDArray[np.bool
     told = least > 0
     weight = (np.sqrt(_dot(y, y)) + most) / np.where(told, least, 1.0)
     rest = y - (_dot(u, y) / np.where(told, uu, 1.0))[..., None] * u
-    return np.asarray(told & (np.sqrt(_dot(rest, rest)) > weight * moved + most))
+    left = np.sqrt(_dot(rest, rest))
+    return np.stack([told & (left > weight * moved + most), left > most])
 
 
 def none_between(ratios: Floats) -> bool:
