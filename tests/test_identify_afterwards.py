@@ -261,6 +261,56 @@ def test_whole_numbers_of_fitted_weights():
     np.testing.assert_allclose(found.best.weight, 20 * weight, atol=0.3)
 
 
+def eight_bits(y, dtype):
+    """Rounded to 255 multiples of a step that no type holds exactly, and kept in a type."""
+    step = y.float().abs().max() / 127
+    return (step * (y.float() / step).round().clamp(-127, 127)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("fitted", [False, True])
+def test_eight_bits_in_any_type(fitted, dtype):
+    """In half types no grid was seen, and zeros by rounding were said to be a dropout's."""
+    x = normal(64, 256, dtype=dtype)
+    parameters = (uniform(256), normal(256, seed=2)) if fitted else ()
+    y = normalized(x.float(), *parameters)
+    found = identify(x, eight_bits(y, dtype))
+    assert found.best.scheme.replace(eps=1e-5) == (FITTED if fitted else LAYER_NORM)
+    assert found.best.afterwards is None
+    said = float(found.notes[0].split("multiples of ")[1].split(",")[0])
+    assert said == pytest.approx(float(y.abs().max()) / 127, rel=2e-3)
+    # What rounds to zero of the input itself is no dropout either.
+    assert "dropout" not in identify(x, eight_bits(x, dtype)).conclusion
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("code", ["relu", "gelu", "silu", "elu", "tanh", "sigmoid"])
+def test_eight_bits_after_an_activation(code, dtype):
+    x, weight, bias = normal(64, 256, dtype=dtype), uniform(256), 0.3 * normal(256, seed=2)
+    for parameters in ((), (weight, bias)):
+        y = ACTIVATIONS[code](normalized(x.float(), *parameters))
+        found = identify(x, eight_bits(y, dtype))
+        assert found.best.scheme.replace(eps=1e-5) == (FITTED if parameters else LAYER_NORM)
+        assert found.best.afterwards.code.replace("_tanh", "") == code
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_tenths_have_one_decimal(dtype):
+    x = normal(64, 128, dtype=dtype)
+    best = identify(x, ((normalized(x.float()) * 10).round() / 10).to(dtype)).best
+    assert best.scheme.replace(eps=1e-5) == LAYER_NORM and best.free_parameters == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_zeros_of_the_smallest_outputs_are_no_dropout(dtype):
+    x = normal(64, 256, dtype=dtype)
+    z = normalized(x.float())
+    for y in (z * (z.abs() > 0.02), x.float() * (x.float().abs() > 0.02)):
+        found = identify(x, y.to(dtype))
+        assert "dropout" not in found.conclusion
+        assert found.best is None or found.best.afterwards is None
+
+
 def test_what_is_no_grid():
     x = normal(64, 128)
     for y in (normalized(x), normalized(x).relu(), x.sign()):

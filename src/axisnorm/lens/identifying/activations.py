@@ -26,6 +26,9 @@ ENOUGH = 64
 LINEAR = 0.75
 """Outputs of sigmoid and tanh above this say little of their input."""
 
+STEEP, SLOPE = 0.5, 0.7
+"""Above this input no gate is flatter than this slope: a step of the output is one of the input."""
+
 LOST = 16.0
 """So many roundings of its input an activation may lose: torch's erf in float32 loses 11."""
 
@@ -156,40 +159,50 @@ def seen(pair: Pair) -> Iterator[Seen]:
         return
     # The output of a norm was rounded before it went on, and functions lose some digits.
     noise = replace(pair.noise, unit=3.0 * pair.noise.unit, twice_rounded=False)
-    lowest, highest = float(y.min()), float(y.max())
+    lowest, highest, step = float(y.min()), float(y.max()), pair.noise.quantum
+
+    def flat(slope: float) -> float:
+        """What half a step of the output is of the input, where no slope is smaller."""
+        return step / slope
+
     if lowest >= 0:
         # Where no output comes near 1 a sigmoid is nearly exp, and tanh nearly a line.
-        if LINEAR < highest <= 1 and lowest > 0:
-            low = y <= LINEAR
+        if LINEAR < highest <= 1 + step and (lowest > 0 or step):
+            low = (y <= LINEAR) & (y >= (1 - LINEAR if step else 0))
             z = np.log(np.where(low, y, 0.5)) - np.log1p(-np.where(low, y, 0.5))
-            own = replace(noise, quantum=4.0 * noise.unit)
+            own = replace(noise, quantum=4.0 * noise.unit + flat(LINEAR * (1 - LINEAR)))
             yield Seen(_with_output(pair, z, low, own), (SIGMOID,))
         return
-    if LINEAR < max(highest, -lowest) <= 1:
+    if LINEAR < max(highest, -lowest) <= 1 + step:
         middle = np.abs(y) <= LINEAR
-        own = replace(noise, unit=2.0 * noise.unit)
+        own = replace(noise, unit=2.0 * noise.unit, quantum=flat(1 - LINEAR**2))
         z = np.arctanh(np.where(middle, y, 0.0))
         yield Seen(_with_output(pair, z, middle, own), (TANH,))
     enough = int(below.sum()) >= ENOUGH
     found: list[Seen] = []
     for one in GATED:
         least = LOWEST[one.code]
-        off = 4 * noise.unit * abs(least)
+        off = 4 * noise.unit * abs(least) + step
         # Many outputs come near the lowest one: where none does it is another activation.
         if least - off <= lowest and (not enough or lowest <= 0.995 * least + off):
-            z, known = _inverted(one, y, above)
+            open_ = above
+            if step:
+                open_ = y >= float(one.compute(np.asarray(STEEP)))
+            z, known = _inverted(one, y, open_)
             near = SAME * noise.unit * np.abs(z)
             if found and bool((np.abs(found[-1].pair.y - z) <= near).all()):
                 found[-1] = replace(found[-1], activations=(*found[-1].activations, one))
                 continue
-            found.append(Seen(_with_output(pair, z, known, noise), (one,)))
+            own = replace(noise, quantum=flat(SLOPE))
+            found.append(Seen(_with_output(pair, z, known, own), (one,)))
     yield from found
     small = float(np.abs(y[below]).mean()) < FLAT * float(y[above].mean())
-    if enough and (small or -1 <= lowest <= -0.5):
+    if enough and (small or -1 - step <= lowest <= -0.5):
         yield Seen(_with_output(pair, y, above, noise), (ELU,))
 
 
 def _with_output(pair: Pair, z: Floats, known: NDArray[np.bool_], noise: Noise) -> Pair:
+    known = known if pair.mask is None else known & pair.mask
     return pair.with_mask(known, statistics=False).with_output(z, noise)
 
 

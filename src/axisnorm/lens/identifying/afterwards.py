@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .activations import ELU, LOST, RELU, Activation, leaky, seen
 from .evidence import SAMPLED, Floats, Noise, Pair, measure
@@ -31,6 +32,9 @@ USUAL_RATES = (0.1, 0.2, 0.5, 0.3, 0.05, 0.15, 0.25, 0.4, 0.01, 0.02, 0.6, 0.7, 
 """Probabilities of dropout in use, the commonest first."""
 
 MOST_RATES = 3
+
+CHANCE = 6.0
+"""So many deviations a mean over random places is not off."""
 
 FEW = 3
 """Through fewer elements there is always a line."""
@@ -64,6 +68,8 @@ class Later:
     def held(self, fit: Fit) -> tuple[Fit, Afterwards | None, str] | None:
         """The fit held against all outputs, what came after, and a note; None where none fits."""
         z, bound = predicted(self.pair, fit)
+        if self.dropout is not None and not _by_chance(self.whole.y != 0, z):
+            return None
         unknown = ""
         if fit.affine.fitted:
             bound, few = _moved(self.pair, fit, bound)
@@ -98,6 +104,7 @@ def masked(pair: Pair) -> list[Later]:
     """Some outputs may have been set to zero afterwards."""
     kept = pair.y != 0
     zeros = int((~kept).sum())
+    kept = kept if pair.mask is None else kept & pair.mask
     if not MASKED <= zeros / kept.size <= 1 - MASKED:
         return []
     where = "Where it is not 0, the output"
@@ -129,7 +136,7 @@ def dropped(pair: Pair, passed: list[tuple[Sharing, bool]]) -> Iterator[Later]:
     reach = DEVIATIONS * math.sqrt(share * (1 - share) / kept.size) + 1 / kept.size
     # Outputs of which none is negative, though inputs are, passed a ReLU.
     positive = float(pair.y.min()) == 0 and float(pair.x[kept].min()) < 0
-    if positive or not MASKED <= share <= 1 - MASKED:
+    if positive or not MASKED <= share <= 1 - MASKED or not _by_chance(kept, pair.x):
         return
     own = pair.with_mask(kept, statistics=False)
     rates = [rate for rate in USUAL_RATES if abs(rate - share) <= reach]
@@ -169,6 +176,8 @@ def _through(activation: Activation, whole: Pair, fit: Fit, z: Floats, bound: Fl
     """The fit of a norm with the activation after it, held against every output."""
     y = activation.compute(z)
     known = np.isfinite(bound)
+    if whole.mask is not None:
+        known &= whole.mask
     if 2 * int(known.sum()) < known.size:
         return replace(fit, fits=False)
     reach = np.where(known, bound, 0.0)
@@ -211,6 +220,16 @@ def _moved(pair: Pair, fit: Fit, bound: Floats) -> tuple[Floats, int]:
     enough = (square > 0) & (fitted.count >= FEW)
     reach = np.where(np.broadcast_to(enough, shape), bound.reshape(shape) + moved, np.inf)
     return reach.reshape(pair.shape), int((~enough).sum())
+
+
+def _by_chance(kept: NDArray[np.bool_], values: Floats) -> bool:
+    """Whether zeros stand at random places, neither at the small nor at the lowest values."""
+    zeros = ~kept
+    for own in (values, np.abs(values - float(values.mean()))):
+        off = abs(float(own[zeros].mean()) - float(own.mean()))
+        if off > CHANCE * float(own.std()) / math.sqrt(int(zeros.sum())):
+            return False
+    return True
 
 
 def _slope(z: Floats, y: Floats) -> float | None:

@@ -755,11 +755,12 @@ class _Trial:
         eps = self.curve.eps
         if open_.size > MOST_OPEN or any(not eps[k] or k + 1 == len(eps) for k in open_.tolist()):
             return
-        for k in open_.tolist():
+        if open_.size:
             # Nearer to one another they refute more.
-            between = np.geomspace(eps[k], eps[k + 1], BETWEEN + 1).tolist()
-            (curve,) = curves([self], [between], self.curve.rows)
-            if not none_between(np.square(curve.left) / curve.allowed):
+            between = [np.geomspace(eps[k], eps[k + 1], BETWEEN + 1).tolist() for k in open_]
+            (curve,) = curves([self], [list(itertools.chain(*between))], self.curve.rows)
+            ratios = (np.square(curve.left) / curve.allowed).reshape(open_.size, BETWEEN + 1, -1)
+            if not all(none_between(own) for own in ratios):
                 return
         self.refuted = True
 

@@ -10,7 +10,7 @@ import numpy as np
 from .evidence import INSPECTED, SAMPLED, UNITS, Floats, Pair, measure
 from .hypotheses import Sharing
 
-__all__ = ["Grid", "grid_of", "on_grid", "scaled"]
+__all__ = ["Grid", "grid_of", "on_grid", "scaled", "stand_out"]
 
 MOST_LEVELS = 1024
 """More values, evenly spaced, are those of a floating type: 8 bits hold 256."""
@@ -25,12 +25,15 @@ WHOLE_RANGE = 254
 """Over so many steps the lowest and the highest value stand for all beyond them too."""
 
 LOST = 0.1
-"""Of a step, what the type of the output may lose: where it loses more no grid shows."""
+"""Of a step, what the type of the output loses at most of the levels that show the grid."""
 
 EXACT = 1e-9
 """A grid of powers of two, or of whole numbers, is exact in every type."""
 
 MOST_SCALES = 4
+
+STANDS_OUT = 3
+"""So many times more zeros than other values are no chance."""
 
 HALF = 0.51
 """Of a step an output may be off by, with what its scale is off by."""
@@ -70,22 +73,56 @@ def grid_of(values: Floats, dtype: str) -> Grid | None:
     levels = np.unique(some)
     if not FEWEST_LEVELS <= levels.size <= min(MOST_LEVELS, some.size // SHARED):
         return None
-    steps = np.diff(levels)
-    span = float(levels[-1] - levels[0])
-    count = round(span / float(steps.min()))
-    if count >= MOST_LEVELS:
+    found = _step(levels, UNITS[dtype])
+    if found is None:
         return None
-    # The ends show the step more exactly than two neighbours do.
-    step = span / count
+    step, highest = found
     # Numbers of one size are evenly spaced in every floating type.
     if step <= 4 * UNITS[dtype] * float(np.abs(levels[levels != 0]).min()):
         return None
-    places = levels / step
-    off, lost = np.abs(places - np.round(places)), UNITS[dtype] * np.abs(places)
-    exact = bool((off <= EXACT).all())
-    if not exact and (lost.max() > LOST or bool((off > 4 * lost).any())):
-        return None
+    if not bool((np.abs(levels / step - np.round(levels / step)) <= EXACT).all()):
+        told = UNITS[dtype] * np.abs(levels) <= LOST * step
+        if int(told.sum()) < FEWEST_LEVELS or 2 * UNITS[dtype] * highest > 1:
+            return None
     return Grid(step, float(values.min()), float(values.max()))
+
+
+def stand_out(values: Floats, grid: Grid) -> bool:
+    """Whether zeros are many more than the values beside them: something set them to zero."""
+    most = max(
+        int((np.abs(values - place * grid.step) < 0.25 * grid.step).sum()) for place in (-1, 1)
+    )
+    return int((values == 0).sum()) > STANDS_OUT * most
+
+
+def _step(levels: Floats, unit: float) -> tuple[float, int] | None:
+    """The step of which all levels are multiples, rounded to a type, and the largest multiple.
+
+    From the smallest level up: each bounds the step more narrowly than those before.
+    """
+    size = np.unique(np.abs(levels[levels != 0]))
+    near = np.diff(levels)
+    # Neighbours that rounding moves little are whole steps apart.
+    exact = np.maximum(np.abs(levels[1:]), np.abs(levels[:-1])) * unit <= LOST * near
+    if not exact.any():
+        return None
+    step = float(near[exact].min())
+    if float(size[-1]) >= MOST_LEVELS * step:
+        return None
+    low, high = step * (1 - 2 * LOST), step * (1 + 2 * LOST)
+    for value in size.tolist():
+        count = round(2 * value / (low + high))
+        if not count:
+            return None
+        low = max(low, value * (1 - unit - EXACT) / count)
+        high = min(high, value * (1 + unit + EXACT) / count)
+        if low > high:
+            return None
+    # A step that leaves every level a whole number is meant.
+    exact_step = float(size[-1]) / count
+    span = float(levels[-1] - levels[0])
+    even = span / max(1, round(span / exact_step))
+    return (even if low <= even <= high else (low + high) / 2), count
 
 
 def on_grid(pair: Pair, grid: Grid) -> Pair:

@@ -338,20 +338,22 @@ def _read_formulas(
             continue
         nearest = _Nearest(factors, formula, interval)
         # An eps so near one that does not fit changes no digit of a factor.
-        step = UNSEEN * pair.noise.unit * float(factors.statistics.base(formula).min())
-        tried: list[float] = []
+        least = float(factors.statistics.base(formula).min()) * pair.noise.unit
+        tried: list[tuple[float, float]] = []
         for eps, fitted in _eps_choices(interval, nearest, formula, pair):
-            if any(abs(eps - other) <= step for other in tried):
+            if any(abs(eps - other) <= step for other, step in tried):
                 continue
-            tried.append(eps)
             hypothesis = pair, statistics, formula, affine, weight, bias, eps, interval, fitted
             looks = (most for most in LOOKS if pair.x.size >= 2 * most)
-            if not all(confirm(*hypothesis, most=most).fits for most in looks):
-                continue
-            fit = confirm(*hypothesis)
+            seen = (confirm(*hypothesis, most=most) for most in looks)
+            few = next((fit for fit in seen if not fit.fits), None)
+            fit = confirm(*hypothesis) if few is None else few
             if fit.fits:
                 yield replace(fit, least=factors.misfit_of(formula, nearest.eps))
                 break
+            # Nor does one that moves no output as far as the furthest one is off.
+            far = 0.5 * (fit.worst - 1) if formula.passes == 1 and pair.unit == 1 else 0.0
+            tried.append((eps, max(far, UNSEEN) * least))
 
 
 def _free_correction(factors: Any, statistics: Statistics, center: bool) -> float | None:

@@ -35,7 +35,7 @@ from .identification import Candidate, Decision, Identification, axes_in_words
 from .maps import Map, is_input, maps, with_given_parameters
 from .mistakes import mistake_of, twice
 from .pointwise import pointwise
-from .quantized import grid_of, on_grid, scaled
+from .quantized import grid_of, on_grid, scaled, stand_out
 from .refuting import Lines
 from .search import UNSEEN, known_fits, nearest, nearest_screened, proportional, ruled_out, search
 
@@ -103,7 +103,11 @@ class Study:
         """What shows these maps."""
         self.pointwise = pointwise(pair)
         digits = printed_decimals(pair.y, self.dtypes[1])
-        self.grid = grid_of(pair.y, pair.y_dtype) if digits is None else None
+        self.grid = grid_of(pair.y, pair.y_dtype)
+        if digits is not None and self.grid is not None:
+            # Tenths have three decimals, too: whichever is coarser was rounded to.
+            digits = None if self.grid.step > 2 * 10.0**-digits else digits
+            self.grid = None if digits is not None else self.grid
         self.rough: list[tuple[Pair, str]] = []
         """The output, believed to be rounded once more, with a sentence that says so."""
         if digits is not None:
@@ -307,14 +311,13 @@ class Study:
 
     def laters(self) -> Iterator[Later]:
         """What may have come after a norm, and what it leaves to be seen of its output."""
-        masks = masked(self.believed)
+        rounded = self.grid is not None and not stand_out(self.pair.y, self.grid)
+        masks = [] if rounded else masked(self.believed)
         yield from masks
         if masks:
             bare = self.given.weight is None and self.given.bias is None
             yield from dropped(self.believed, proportional(masks[0].pair) if bare else [])
-        if self.grid is None:
-            # Half a step below is more of an activation's input than of its output.
-            yield from activated(self.pair)
+        yield from activated(self.believed)
 
     def seen_through(self, laters: Iterable[Later], fitting: bool) -> Iterator[_Found]:
         """The norms that may have come before, with weights that are known or fitted ones too."""
