@@ -894,3 +894,39 @@ def test_a_root_mean_square_before_a_layer_norm_is_told_where_it_shows():
     assert of(moved, rms).first == rms and "own output" not in of(moved, rms).mistake.sentence
     best = of(moved, once)
     assert best.first == once and best.mistake.sentence.endswith("is applied to its own output.")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("... [d]", "... [d]; center=false; eps=1e-6"),
+        ("... [d]; center=false; eps=1e-6", "... [d]"),
+        ("... [d]", "... [d]; eps=1e-6"),
+        ("... [d]; eps=1e-6", "... [d]"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_one_norm_is_not_said_where_two_are_clearly_nearer(first, second, seed):
+    """These differ from a norm with eps outside of the root by less than its bound."""
+    random = np.random.default_rng(seed)
+    x = (random.normal(size=(64, 256)) * random.uniform(0.5, 1.5, (64, 1)) + 0.3).astype("float32")
+    found = identify(x, forward(forward(x, Scheme(first)), Scheme(second)))
+    best = found.best
+    assert best.mistake.code == "normalized-twice" and best.first is not None
+    again = forward(forward(x.astype(float), best.first), best.scheme)
+    other = forward(forward(x.astype(float), Scheme(first)), Scheme(second))
+    assert np.abs(again - other).max() <= 2e-7 * np.abs(other).max()
+    # What fits as well is told.
+    named = (str(best.first), str(best.scheme)) == (str(Scheme(first)), str(Scheme(second)))
+    assert named or any("As well as this fits" in note for note in found.notes)
+
+
+def test_an_eps_that_barely_fits_does_not_rule_its_formula_out():
+    """Of LayerNorm applied twice only a variance clamped at eps was said to be possible."""
+    random = np.random.default_rng(0)
+    x = (random.normal(size=(64, 256)) * random.uniform(0.5, 1.5, (64, 1)) + 0.3).astype("float32")
+    weight, bias = uniform(256, dtype="float32"), normal(256, dtype="float32")
+    y = forward(forward(x, Scheme("... [d]")), Scheme("... [d]; affine=d"), weight, bias)
+    best = identify(x, y).best
+    assert constants(best.scheme)[:3] == (True, "auto", 0)
+    assert best.scheme.eps_placement == "variance" and best.eps_interval[0] == 0

@@ -95,6 +95,13 @@ EVERY, FEW = slice(None), slice(None, None, 4)
 MOST_OPEN, BETWEEN = 8, 8
 """Between up to so many neighbours of those tried so many more values of eps are tried each."""
 
+CLEARLY_WORSE, CHANCE, CHANCE_COARSE = 3.0, 0.05**2, 0.35**2
+"""An eps in use is no further off than so many times the nearest one; below these, in squares, how
+far it is off shows nothing."""
+
+MOST_USUAL = 4
+"""So many values of eps in use that fit a sample are held against all data."""
+
 OPEN = 1.5
 """What rounding allows may be so much more beside another bias."""
 
@@ -844,8 +851,13 @@ class _Trial:
 
     def fit(self, fitter: _Fitter) -> Fit | None:
         """The fit on all data, None where it says nothing of statistics."""
+        noise = self.pair.noise
+        # Where rounding the output is most of the error, some eps is nearer by chance.
+        most = CHANCE_COARSE if noise.unit > noise.compute or noise.quantum else CHANCE
+        most = max(CLEARLY_WORSE**2 * self.least, most)
         usual = [eps for eps in usual_eps(self.formula, self.pair)
-                 if eps in self.tried and self.tried[eps][1] <= 1.0]  # fmt: skip
+                 if eps in self.tried and self.tried[eps][1] <= 1.0
+                 and self.tried[eps][0] <= most]  # fmt: skip
         if not usual:
             relatives = list(self.relatives())
             found = self.ratios([own for _, _, own in relatives]) if relatives else {}
@@ -864,6 +876,12 @@ class _Trial:
         if not self.passes(best) or (fitted and self.pair.unit != 1):
             return self.nearly(best)
         known = None if fitted else self.confirmed(fitter, best, (best, best), False)
+        seen = {eps if eps > self.unseen else 0.0: eps for eps in reversed(usual)}
+        for other in list(reversed(seen.values()))[1:MOST_USUAL]:
+            # Weights of a sample have fewer elements to agree with.
+            if known is None or known.fits or fitter.left <= 0:
+                break
+            best, known = other, self.confirmed(fitter, other, (other, other), False)
         if known is not None and not known.fits:
             return known
         high = self.edge(best, down=False)

@@ -97,7 +97,7 @@ def twice(scheme: Scheme, first: Scheme, other: Scheme | None = None) -> tuple[M
             f"The norm '{scheme}' is applied to its own output, or to that of '{other}': an input "
             "whose means are large beside its deviations would decide."
         )
-    elif first.axes == scheme.axes and first.center == scheme.center:
+    elif first.replace(affine="") == scheme.replace(affine=""):
         said = f"The norm '{scheme}' is applied to its own output."
     else:
         said = f"The norm '{scheme}' is applied to the output of '{first}'."

@@ -17,7 +17,7 @@ from .afterwards import Afterwards, Later, activated, dropped, masked
 from .along import along
 from .deciding import decisions
 from .digits import computed_in, rounding_order
-from .evidence import UNITS, Floats, Noise, Pair, double, printed_decimals
+from .evidence import UNITS, Floats, Noise, Pair, double, measure, printed_decimals
 from .fit import Fit, Given, machine_eps, places, predicted, usual_eps
 from .fitting import CARELESS
 from .hypotheses import (
@@ -65,6 +65,15 @@ NEARLY_AS_GOOD = 2.0
 
 NEARLY = 32.0
 """A misfit above this is none that carelessness explains."""
+
+FLOOR = 0.05
+"""Of what rounding allows, so much is left over by chance."""
+
+ABOUT_AS_GOOD = 1.2
+"""Fits whose differences are so many times larger on average are as good."""
+
+COMPOSED = 4
+"""So many norms of norms that fit alike are told."""
 
 FIRST_NORMS = 6
 """So many norms that may have come first are looked at closely."""
@@ -129,6 +138,7 @@ class Study:
             return self.nothing()
         own_maps = maps(found.pair, self.given)
         found, fits = self.with_its_first(found, self.ranked(found))
+        found, fits = self.with_another_first(found, fits)
         best = fits[0]
         least = min((m.free_parameters for m in own_maps if not m.trivial), default=None)
         if own_maps and own_maps[0].free_parameters == 0 and best.affine.fitted == 0:
@@ -419,6 +429,58 @@ class Study:
             return replace(found, first_open=first), fits
         return found, fits
 
+    def with_another_first(self, found: _Found, fits: list[Fit]) -> tuple[_Found, list[Fit]]:
+        """Where the factors of groups are clearly nearer to those of a norm of a norm's output.
+
+        With an eps in use each, these differ from one norm by parts in a million.
+        """
+        best, pair = fits[0], self.pair
+        exact = pair.unit == 1 and pair.mask is None and not self.rough and not best.running
+        if not exact or found.first is not None or found.later is not None:
+            return found, fits
+        if best.affine.fitted or pair.x.size > COMPOSED_ELEMENTS:
+            return found, fits
+        twice, most = best.formula.passes == 2, ABOUT_AS_GOOD * best.mean_residual
+        if not twice:
+            told = best.statistics, best.formula.center, best.weight_along, best.bias_along
+            free = measure(found.pair, *told).misfit
+            if best.misfit <= CLEARLY_WORSE * max(free, FLOOR):
+                return found, fits
+            most = best.mean_residual / CLEARLY_WORSE
+        near: list[tuple[float, Scheme, Pair, Fit]] = []
+        chosen = dict.fromkeys([(), *self.own_dimensions(best.sharing, self.given.weight)])
+        for center, dimensions, eps in itertools.product((True, False), chosen, USUAL_EPS[:6]):
+            first = best.sharing.scheme(dimensions, center=center, eps=eps)
+            after = pair.with_input(self.normalized(first)).with_noise(self.after(first))
+            near += [
+                (fit.mean_residual, first, after, fit)
+                for fit in known_fits(after, self.given, [best.sharing])
+                if fit.formula.plain and not fit.free_parameters
+                and not (twice and self.scheme(fit) == self.scheme(best) == first)
+            ]  # fmt: skip
+        least = min((off for off, *_ in near), default=math.inf)
+        if least > most:
+            return found, fits
+        # Where the first mean is zero the second norm subtracts nothing, and some eps are one.
+        near = [one for one in near if one[0] <= ABOUT_AS_GOOD * least]
+        near.sort(key=lambda one: self.unusual_eps(one[1].center, one[1].eps)
+                  + self.unusual_eps(one[3].formula.center, one[3].eps))  # fmt: skip
+        alike = [f"'{self.scheme(own)}' of the output of '{first}'" for _, first, _, own in near]
+        said = "As well as this fits {}."
+        if twice and not best.eps_fitted:
+            note = said.format(", ".join(alike[:COMPOSED]))
+            return replace(found, notes=(*found.notes, note)), fits
+        notes = ["One norm alone is further off than its factors explain."]
+        if alike[1:]:
+            notes.append(said.format(", ".join(alike[1 : COMPOSED + 1])))
+        _, first, after, fit = near[0]
+        return replace(found, fits=[fit], pair=after, notes=tuple(notes), first=first), [fit]
+
+    def unusual_eps(self, center: bool, eps: float | None) -> int:
+        """The place of an eps among those in use."""
+        usual = usual_eps((CENTRED if center else UNCENTRED)[0], self.pair)
+        return list(usual).index(eps) if eps in usual else len(usual)
+
     def after(self, first: Scheme) -> Noise:
         """What is believed of rounding where a norm came first: its mean was rounded, too."""
         moments = reference.moments(self.pair.x, first)
@@ -461,7 +523,7 @@ class Study:
             # Where rounding the output is most of the error, it takes few values: these may lie
             # near one formula by chance.
             coarse = found.pair.noise.unit > found.pair.noise.compute or found.pair.noise.quantum
-            floor = 0.35 if coarse else 0.05
+            floor = 0.35 if coarse else FLOOR
             fits = [fit for fit in fits if fit.least <= max(CLEARLY_WORSE * least, floor)]
         plain = [fit for fit in fits if fit.formula.passes == 1]
         ordered = sorted(plain or fits, key=lambda fit: self.rank(fit))
