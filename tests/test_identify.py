@@ -930,3 +930,31 @@ def test_an_eps_that_barely_fits_does_not_rule_its_formula_out():
     best = identify(x, y).best
     assert constants(best.scheme)[:3] == (True, "auto", 0)
     assert best.scheme.eps_placement == "variance" and best.eps_interval[0] == 0
+
+
+@pytest.mark.parametrize("text", ["[c h w]", "[c] h w", "c [h w]", "(g=2 [c]) [h w]"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_weight_for_each_element_of_a_sample(text, dtype):
+    """Fitted biases of half types were said to show a computation in the half type itself."""
+    random = np.random.default_rng(0)
+    x = torch.tensor(1.5 * random.normal(size=(32, 6, 8, 4)) + 0.3).to(dtype)
+    weight = torch.tensor(random.uniform(0.5, 1.5, (6, 8, 4))).to(dtype)
+    bias = torch.tensor(0.3 * random.normal(size=(6, 8, 4))).to(dtype)
+    y = forward(x.double(), Scheme(f"n {text}"))
+    y = (y * weight.double() + bias.double()).to(dtype)
+    for given in ({"weight": weight}, {"bias": bias}, {}):
+        found = identify(x, y, **given)
+        assert elements(found.best.scheme, x.shape) == elements(Scheme(f"n {text}"), x.shape)
+        assert found.best.affine_axes == (1, 2, 3) and found.best.mistake is None
+        assert not any("Only a computation in" in note for note in found.notes)
+
+
+def test_careless_arithmetic_of_a_half_type_needs_no_weights():
+    random = np.random.default_rng(0)
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        x = torch.tensor(1.5 * random.normal(size=(6, 8, 5, 7)) + 1).to(torch.float16)
+        d = x - x.mean((2, 3), keepdim=True)
+        y = d / torch.sqrt((d * d).mean((2, 3), keepdim=True) + 1e-5)
+        found = identify(x, y)
+        assert found.best.scheme.affine == "" and found.best.free_parameters == 0

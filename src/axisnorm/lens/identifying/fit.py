@@ -305,9 +305,8 @@ def confirm(
     valid = None if pair.mask is None else part(pair.mask)
     reach = allowed
     if line is not None:
-        # Of many elements a weight's errors mostly cancel: then careless arithmetic still shows.
         few = valid is not None or float(line.count.max()) <= FEW_ELEMENTS
-        reach = allowed + (line.reach(allowed, valid) if few else allowed)
+        reach = allowed + (line.reach(allowed, valid) if few else line.moved(allowed, None))
     if valid is not None:
         difference, allowed, reach = difference[valid], allowed[valid], reach[valid]
     with np.errstate(all="ignore"):

@@ -239,6 +239,9 @@ class _Fitter:
         if sharing.split is not None:
             own = set(sharing.dimensions(sharing.split))
             axes = [set(sharing.dimensions(axis)) for axis in range(len(sharing.axes))]
+            if is_known(sharing):
+                # Beside the channels' weights one for each element of a sample is in use.
+                axes.append(set().union(*axes[1:]))
             found = [d for d in found if set(d) <= own or set(d) in axes]
         return found
 
@@ -764,7 +767,9 @@ class _Trial:
             return
         if open_.size:
             # Nearer to one another they refute more.
-            between = [np.geomspace(eps[k], eps[k + 1], BETWEEN + 1).tolist() for k in open_]
+            between = [
+                np.geomspace(eps[k], eps[k + 1], BETWEEN + 1).tolist() for k in open_.tolist()
+            ]
             (curve,) = curves([self], [list(itertools.chain(*between))], self.curve.rows)
             ratios = (np.square(curve.left) / curve.allowed).reshape(open_.size, BETWEEN + 1, -1)
             if not all(none_between(own) for own in ratios):

@@ -264,7 +264,7 @@ def refuted_for_every_eps(
         bias and with one, for each hypothesis. And the same for whether no formula would fit if all
         variances were one: more elements may have nearer ones.
     """
-    usable = variance > 0 if valid is None else valid & (variance > 0)
+    usable: NDArray[np.bool_] = variance > 0 if valid is None else valid & (variance > 0)
     found = np.zeros((2, len(noises), len(KINDS), 2, len(d)), bool)
     size = variance.shape[2]
     count = min(ALIKE, size)
@@ -278,14 +278,15 @@ def refuted_for_every_eps(
     distance = np.where(usable & np.isfinite(middle), np.abs(logarithm - middle), np.inf)
     if count < size:
         take = np.argpartition(distance, count - 1, axis=2)[..., :count]
-        d, y, variance, usable = (np.take_along_axis(v, take, 2) for v in (d, y, variance, usable))
-    enough = usable.all(2)
+        d, y, variance = (np.take_along_axis(v, take, 2) for v in (d, y, variance))
+        usable = np.take_along_axis(usable, take, 2)
+    enough = np.asarray(usable.all(2))
     variance = np.where(enough[..., None], variance, 1.0)
     ends = variance.min(2, keepdims=True) * variance.max(2, keepdims=True)
     whole = np.sqrt(ends) / variance
     for kind, (power, sensitivity) in enumerate(KINDS):
         # What is off a wider range is off a narrower one.
-        left = ~found[0, :, 0].all((0, 1)) if kind else np.ones(len(d), bool)
+        left = np.asarray(~found[0, :, 0].all((0, 1)) if kind else np.ones(len(d), bool))
         found[:, :, kind] = True
         if left.any():
             ratio = whole[left] if power == 1 else whole[left] ** power

@@ -63,6 +63,9 @@ ENOUGH_ELEMENTS = 64
 NEARLY_AS_GOOD = 2.0
 """The input itself explains an output as well where it is on average no further off than this."""
 
+LIKE_NONE = 8.0
+"""Weights so many roundings from 1, and biases from 0, may be none."""
+
 NEARLY = 32.0
 """A misfit above this is none that carelessness explains."""
 
@@ -168,7 +171,7 @@ class Study:
             if found is not None:
                 if not all(self.doubtful(fit) for fit in found.fits):
                     return found
-                other = self.plainer()
+                other = self.plainer(all(map(self.like_none, found.fits)))
                 if other is not None:
                     return other
                 if not all(self.any_factor(fit) for fit in found.fits):
@@ -202,20 +205,34 @@ class Study:
     def doubtful(self, fit: Fit) -> bool:
         """Whether a fitted weight has values for each sample: seldom meant, often a mask.
 
-        Or whether it is one number beside a fitted eps: two norms may give these two.
+        Or whether it is one number beside a fitted eps: two norms may give these two. Or whether it
+        is about none.
         """
         own = set(fit.sharing.dimensions(0)) & set(fit.affine.dimensions)
         alone = fit.eps_fitted and not fit.affine.dimensions
-        return fit.affine.fitted > 0 and (alone or (len(self.shape) > 1 and bool(own)))
+        return fit.affine.fitted > 0 and (
+            alone or (len(self.shape) > 1 and bool(own)) or self.like_none(fit)
+        )
+
+    def like_none(self, fit: Fit) -> bool:
+        """Whether fitted weights are nearly 1 and biases nearly 0: rounding alone may be so."""
+        weight, bias = fit.affine.weight, fit.affine.bias
+        near = LIKE_NONE * self.pair.noise.unit
+        size = float(np.abs(self.pair.y).max())
+        return (weight is None or float(np.abs(weight - 1).max()) <= near) and (
+            bias is None or float(np.abs(bias).max()) <= near * size
+        )
 
     def any_factor(self, fit: Fit) -> bool:
         """Whether each group has a fitted weight of its own, which takes up any divisor."""
         kept = {i for i in fit.sharing.kept if fit.sharing.expanded[i] > 1}
         return not fit.running and kept <= set(fit.affine.dimensions)
 
-    def plainer(self) -> _Found | None:
-        """A mask or a second norm in place of such weights."""
-        for attempt in itertools.chain(self.seen_through(self.laters(), False), self.composed()):
+    def plainer(self, like_none: bool) -> _Found | None:
+        """A mask or a second norm in place of such weights, careless arithmetic of nearly none."""
+        careless = self.sloppy(fitting=False) if like_none else ()
+        others = self.seen_through(self.laters(), False)
+        for attempt in itertools.chain(careless, others, self.composed()):
             found = self.held(attempt)
             if found is not None:
                 return found
@@ -463,8 +480,7 @@ class Study:
             return found, fits
         # Where the first mean is zero the second norm subtracts nothing, and some eps are one.
         near = [one for one in near if one[0] <= ABOUT_AS_GOOD * least]
-        near.sort(key=lambda one: self.unusual_eps(one[1].center, one[1].eps)
-                  + self.unusual_eps(one[3].formula.center, one[3].eps))  # fmt: skip
+        near.sort(key=lambda one: self.unusual(one[1].eps, one[3]))
         alike = [f"'{self.scheme(own)}' of the output of '{first}'" for _, first, _, own in near]
         said = "As well as this fits {}."
         if twice and not best.eps_fitted:
@@ -476,10 +492,16 @@ class Study:
         _, first, after, fit = near[0]
         return replace(found, fits=[fit], pair=after, notes=tuple(notes), first=first), [fit]
 
-    def unusual_eps(self, center: bool, eps: float | None) -> int:
-        """The place of an eps among those in use."""
-        usual = usual_eps((CENTRED if center else UNCENTRED)[0], self.pair)
-        return list(usual).index(eps) if eps in usual else len(usual)
+    def unusual(self, eps: float | None, last: Fit) -> tuple[int, int]:
+        """How far the eps of two norms are from the commonest ones."""
+        places = [
+            usual.index(own) if own is not None and own in usual else len(usual)
+            for own, usual in (
+                (eps, USUAL_EPS), (last.eps, USUAL_EPS),
+                (last.eps, usual_eps(last.formula, self.pair)),
+            )
+        ]  # fmt: skip
+        return places[0] + places[1], places[2]
 
     def after(self, first: Scheme) -> Noise:
         """What is believed of rounding where a norm came first: its mean was rounded, too."""
