@@ -62,7 +62,7 @@ holds, the output only comes near many."""
 SPREAD = 1 << 16
 """Of so many elements those are taken whose groups have every variance."""
 
-REFUTED_ELEMENTS = 1 << 14
+REFUTED_ELEMENTS = 1 << 15
 """So many elements are looked at together: of fewer the calls take longer than the numbers."""
 
 CARELESS = "careless"
@@ -218,11 +218,17 @@ class _Fitter:
             most = max(NEAR * own[0].score, 1.0) if own else 0.0
             near += [lead for lead in own[:MOST_LEADS] if lead.score <= most]
         near.sort(key=lambda lead: (lead.numbers, lead.score))
+        alike = itertools.groupby(near, key=lambda lead: lead.numbers)
+        chosen = [list(leads)[:REFINED] for _, leads in alike]
         found: list[Fit] = []
-        for _, alike in itertools.groupby(near, key=lambda lead: lead.numbers):
-            found += self.refined(list(alike)[:REFINED])
-            if any(fit.fits for fit in found) or self.left <= 0:
-                break
+        # Those of fewest numbers alone, as they may fit; then all others at once.
+        for part in (chosen[:1], chosen[1:]):
+            made = [[trial for lead in leads for trial in self.trials(lead)] for leads in part]
+            refute(list(itertools.chain(*made)), FEW)
+            for trials in made:
+                found += self.refined(trials)
+                if any(fit.fits for fit in found) or self.left <= 0:
+                    return found
         return found
 
     # ---- screening on a sample
@@ -534,17 +540,13 @@ class _Fitter:
 
     # ---- the formula and its eps, on elements of groups of every variance
 
-    def refined(self, leads: Sequence[_Lead]) -> list[Fit]:
-        trials = [trial for lead in leads for trial in self.trials(lead)]
-        tabulate(trials, FEW)
-        for trial in trials:
-            trial.refute()
+    def refined(self, trials: Sequence[_Trial]) -> list[Fit]:
+        """The fits of trials of as many numbers."""
         open_ = [trial for trial in trials if not trial.refuted]
-        tabulate(open_, EVERY)
+        refute(open_, EVERY)
         # How near the nearest came is asked for where nothing fits.
-        trials = open_ or trials
-        trials.sort(key=lambda trial: trial.least)
-        near = [t for t in trials if t.least <= max(NEAR**2 * trials[0].least, 1.0)]
+        ordered = sorted(open_ or trials, key=lambda trial: trial.least)
+        near = [t for t in ordered if t.least <= max(NEAR**2 * ordered[0].least, 1.0)]
         near = near[: 2 * REFINED]
         fits = [trial.fit(self) for trial in near if self.left > 0 and not trial.refuted]
         found = [fit for fit in fits if fit is not None]
@@ -588,19 +590,28 @@ class _Fitter:
         return found
 
 
-def tabulate(trials: Sequence[_Trial], rows: slice) -> None:
-    """What is left over for every eps of every trial: for one, the calls take the time."""
+def refute(trials: Sequence[_Trial], rows: slice) -> None:
+    """Find what trials leave over for every eps, and which of them none explains."""
+    for own in _alike(trials):
+        for trial, curve in zip(own, curves(own, [t.seen_eps() for t in own], rows), strict=True):
+            trial.keep(curve)
+    between = {trial: eps for trial in trials if (eps := trial.between()) is not None}
+    for own in _alike(between):
+        # Nearer to one another they refute more.
+        for trial, curve in zip(own, curves(own, [between[t] for t in own], rows), strict=True):
+            ratios = np.square(curve.left) / curve.allowed
+            count = len(between[trial]) // (BETWEEN + 1)
+            ratios = ratios[: count * (BETWEEN + 1)].reshape(count, BETWEEN + 1, -1)
+            trial.refuted = all(none_between(part) for part in ratios)
+
+
+def _alike(trials: Iterable[_Trial]) -> Iterable[list[_Trial]]:
+    """Those that are held against the data at once: for one, the calls take the time."""
     alike: dict[Any, list[_Trial]] = {}
     for trial in trials:
         key = trial.y.shape, trial.valid is None, trial.lead.with_bias, trial.fixed
         alike.setdefault(key, []).append(trial)
-    for own in alike.values():
-        several = [trial.seen_eps() for trial in own]
-        most = max(map(len, several))
-        # The last one fills up shorter lists.
-        several = [eps + eps[-1:] * (most - len(eps)) for eps in several]
-        for trial, curve in zip(own, curves(own, several, rows), strict=True):
-            trial.keep(curve)
+    return alike.values()
 
 
 @dataclass(frozen=True, eq=False)
@@ -622,8 +633,10 @@ class _Curve:
 def curves(
     trials: Sequence[_Trial], several: Sequence[Sequence[float]], rows: slice
 ) -> Iterator[_Curve]:
-    """Those of trials of one kind and as many values of eps each."""
-    first = trials[0]
+    """Those of trials of one kind."""
+    first, most = trials[0], max(map(len, several))
+    # The last one fills up shorter lists.
+    several = [[*eps, *itertools.repeat(eps[-1], most - len(eps))] for eps in several]
     u = np.stack([
         trial.normalized(np.asarray(eps)[:, None, None], rows)
         for trial, eps in zip(trials, several, strict=True)
@@ -757,24 +770,19 @@ class _Trial:
         self.tried = {eps: found[eps if eps > self.unseen else 0.0] for eps in self.grid}
         self.least = min(total for total, _ in self.tried.values())
 
-    def refute(self) -> None:
-        """Find out whether for every eps some weight leaves more than rounding allows."""
+    def between(self) -> list[float] | None:
+        """Values of eps between those tried that show whether none fits; None where some may."""
         if self.least <= 1:
-            return
-        open_ = np.flatnonzero(~self.none_passes(self.curve))
+            return None
+        open_ = np.flatnonzero(~self.none_passes(self.curve)).tolist()
+        if not open_:
+            self.refuted = True
+            return None
         eps = self.curve.eps
-        if open_.size > MOST_OPEN or any(not eps[k] or k + 1 == len(eps) for k in open_.tolist()):
-            return
-        if open_.size:
-            # Nearer to one another they refute more.
-            between = [
-                np.geomspace(eps[k], eps[k + 1], BETWEEN + 1).tolist() for k in open_.tolist()
-            ]
-            (curve,) = curves([self], [list(itertools.chain(*between))], self.curve.rows)
-            ratios = (np.square(curve.left) / curve.allowed).reshape(open_.size, BETWEEN + 1, -1)
-            if not all(none_between(own) for own in ratios):
-                return
-        self.refuted = True
+        if len(open_) > MOST_OPEN or any(not eps[k] or k + 1 == len(eps) for k in open_):
+            return None
+        points = (np.geomspace(eps[k], eps[k + 1], BETWEEN + 1).tolist() for k in open_)
+        return list(itertools.chain(*points))
 
     def none_passes(self, curve: _Curve) -> NDArray[np.bool_]:
         """Whether some weight leaves more than rounding allows, for each eps up to the next one.
