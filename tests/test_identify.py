@@ -307,7 +307,7 @@ def test_a_given_weight_that_was_not_used():
     x, weight = normal(4, 6, 5, 5), uniform(6)
     found = identify(x, forward(x, Scheme.group_norm(2), weight, weight), weight=weight + 1)
     assert found.best.scheme == Scheme.group_norm(2) and found.best.weight_from == "fitted"
-    assert any("did not make this output" in note for note in found.notes)
+    assert any("nothing fits this output" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -958,3 +958,29 @@ def test_careless_arithmetic_of_a_half_type_needs_no_weights():
         y = d / torch.sqrt((d * d).mean((2, 3), keepdim=True) + 1e-5)
         found = identify(x, y)
         assert found.best.scheme.affine == "" and found.best.free_parameters == 0
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-8, 1e-12, 4e-7])
+@pytest.mark.parametrize("center", [True, False])
+def test_an_eps_in_use_that_is_clearly_nearer_comes_first(eps, center):
+    """The commonest was said wherever rounding allowed it, and two norms where it was far off."""
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        x = random.normal(size=(32, 16)) * random.uniform(0.5, 1.5, (32, 1)) * math.sqrt(eps) * 20
+        scheme = Scheme("... [d]", eps=eps, center=center)
+        for dtype in (np.float32, np.float64):
+            wide = x.astype(dtype)
+            best = identify(wide, forward(wide, scheme)).best
+            low, high = best.eps_interval
+            assert best.first is None and low <= eps <= high
+            assert best.scheme.eps == pytest.approx(eps, rel=0.05) or eps == 4e-7
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_eps_beside_which_no_statistics_show_is_a_map(dtype):
+    x = (1e-19 * normal(5, 4, 4, 16)).astype(dtype)
+    found = identify(x, forward(x, Scheme("n c [h] w; center=false; eps=1e-3")))
+    assert found.best is None and "statistics not identifiable" in found.reason
+    # A mean that is subtracted still shows over which axes.
+    best = identify(x, forward(x, Scheme("n c [h] w; eps=1e-3"))).best
+    assert best.axes == (2,) and best.scheme.center

@@ -67,6 +67,10 @@ ALIKE = 4.0
 UNSEEN = 0.01
 """Of a rounding: what changes by less, as by an eps so small beside the variance, is the same."""
 
+CHANCE, CHANCE_COARSE, CLEARLY_WORSE = 0.05, 0.35, 3.0
+"""Of what rounding allows, so much is left over by chance, more where rounding the output is most
+of it; above that an eps in use that leaves so many times more than another one comes later."""
+
 LOOKS = 1 << 12, SAMPLED
 """A formula is held against so many elements before all."""
 
@@ -399,9 +403,13 @@ def _eps_choices(
 ) -> Iterator[tuple[float, bool]]:
     """Values of eps in the interval with whether they are fitted: those in use come first."""
     low, high = interval
-    for eps in usual_eps(formula, pair):
-        if low <= eps <= high:
-            yield eps, False
+    usual = [eps for eps in usual_eps(formula, pair) if low <= eps <= high]
+    if len(usual) > 1 and math.isfinite(high):
+        off = dict(zip(usual, nearest.factors.misfits_of(formula, usual), strict=True))
+        coarse = pair.noise.unit > pair.noise.compute or pair.noise.quantum
+        most = max(CHANCE_COARSE if coarse else CHANCE, CLEARLY_WORSE * min(off.values()))
+        usual.sort(key=lambda eps: off[eps] > most)
+    yield from ((eps, False) for eps in usual)
     if math.isfinite(high) and high > 0 and pair.unit == 1:
         around, eps = 0.1 * (high - low), nearest.eps
         yield roundest(max(eps - around, low), min(eps + around, high)), True

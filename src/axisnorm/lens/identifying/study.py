@@ -333,7 +333,7 @@ class Study:
         names = " and ".join(
             name for name, p in (("weight", given.weight), ("bias", given.bias)) if p is not None
         )
-        note = f"The given {names} did not make this output. What is said here fits without."
+        note = f"With the given {names} nothing fits this output. What is said here fits without."
         yield _Found(search(pair, bare), pair, (note,))
 
     def laters(self) -> Iterator[Later]:
@@ -461,7 +461,9 @@ class Study:
         if not twice:
             told = best.statistics, best.formula.center, best.weight_along, best.bias_along
             free = measure(found.pair, *told).misfit
-            if best.misfit <= CLEARLY_WORSE * max(free, FLOOR):
+            far = CLEARLY_WORSE * max(free, FLOOR)
+            # A plain norm with an eps that no one uses is plainer than two norms.
+            if best.misfit <= far or (best.formula.plain and best.least <= far):
                 return found, fits
             most = best.mean_residual / CLEARLY_WORSE
         near: list[tuple[float, Scheme, Pair, Fit]] = []
@@ -624,9 +626,14 @@ class Study:
         Nothing is predicted then. Without a mean that is subtracted this begins where eps is a
         larger share of the variance than ``by_chance``.
         """
-        if not best.eps_fitted or best.affine.fitted or best.running:
+        if best.affine.fitted or best.running:
             return False
         base = best.statistics.base(best.formula)
+        if not best.formula.center and float(base.max()) <= self.pair.noise.unit * best.eps:
+            # Beside such an eps no statistics change a digit.
+            return True
+        if not best.eps_fitted:
+            return False
         chance = not best.formula.center and best.eps > by_chance * float(np.median(base))
         if not self.implausible(best) and not chance:
             return False
