@@ -984,3 +984,39 @@ def test_an_eps_beside_which_no_statistics_show_is_a_map(dtype):
     # A mean that is subtracted still shows over which axes.
     best = identify(x, forward(x, Scheme("n c [h] w; eps=1e-3"))).best
     assert best.axes == (2,) and best.scheme.center
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["n [d]; affine=d; correction=1", "n [d]; affine=d; scale=l2; eps=1e-12; eps_placement=max",
+     "n [d]; affine=d; correction=1; eps=1e-6; eps_placement=std", "n [d]; affine=d"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_given_weight_takes_up_no_constant_factor(text, dtype):
+    """With a fitted bias the divisor n - 1 was not found, and the weight said to be another."""
+    scheme = Scheme(text)
+    x, weight, bias = normal(48, 8, dtype=dtype), uniform(8, dtype=dtype), normal(8, dtype=dtype)
+    found = identify(x, forward(x, scheme, weight, bias), weight=weight)
+    best = found.best
+    assert constants(best.scheme)[:3] == constants(scheme)[:3]
+    assert (best.weight_from, best.bias_from) == ("given", "fitted")
+    np.testing.assert_allclose(best.bias, bias, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", ["max", "std"])
+def test_a_variance_that_eps_hides_is_no_part_of_the_output(placement):
+    """It was said to divide without its root."""
+    scheme = Scheme(f"n c [h] w; eps=2.1e-6; eps_placement={placement}")
+    for seed in range(4):
+        x = 1e-10 * np.random.default_rng(seed).normal(size=(2, 12, 32, 6))
+        found = identify(x, forward(x, scheme))
+        if found.best is None:
+            assert "nothing shows that a variance" in found.reason or "map" in found.reason
+        else:
+            mistake = found.best.mistake
+            # Over which axes the mean is taken shows.
+            assert (
+                mistake is None
+                or mistake.code == "axes-off-by-one"
+                or (found.best.scheme.eps_placement == placement)
+            )

@@ -560,7 +560,8 @@ class _Fitter:
         elements = _Elements(self, lead, self.spread_sample(lead))
         seen = set()
         for formula in CENTRED if lead.center else UNCENTRED:
-            alike = formula.without_constant_factor()
+            # A given weight takes up no factor.
+            alike = formula if elements.fixed else formula.without_constant_factor()
             if formula.passes == 2 or alike in seen or _family(formula) != lead.family:
                 continue
             if statistics.running and not for_running(formula):
@@ -921,7 +922,8 @@ class _Trial:
     def relatives(self) -> Iterator[tuple[Formula, float, float]]:
         """Formulas that differ by a constant factor: an eps in use, and what it is here."""
         n = self.lead.statistics.count
-        if self.formula.correction or not isinstance(n, float) or self.lead.statistics.running:
+        running = self.lead.statistics.running
+        if self.fixed or self.formula.correction or running or not isinstance(n, float):
             return
         h, _ = self.formula.exponents
         sample = replace(self.formula, correction=1)

@@ -151,6 +151,13 @@ class Study:
             return self.map_only(own_maps, found.later)
         if self.says_nothing(best, BY_CHANCE):
             return self.map_only(own_maps, found.later)
+        if best.eps_fitted and not best.affine.fitted and self.hidden(best, found.pair):
+            result = self.identified(found, fits)
+            reason = (
+                f"{_where(found.later)} is one number times the input less its mean "
+                f"({result.candidates[0].name}): nothing shows that a variance is part of it."
+            )
+            return replace(result, best=None, reason=reason, notes=(), decisions=())
         off = self.off_the_input(found.pair, best)
         if off is not None:
             result = self.identified(found, fits)
@@ -629,8 +636,7 @@ class Study:
         if best.affine.fitted or best.running:
             return False
         base = best.statistics.base(best.formula)
-        if not best.formula.center and float(base.max()) <= self.pair.noise.unit * best.eps:
-            # Beside such an eps no statistics change a digit.
+        if not best.formula.center and self.hidden(best, self.pair):
             return True
         if not best.eps_fitted:
             return False
@@ -640,6 +646,11 @@ class Study:
         statistics = self.pair.statistics(best.sharing)
         values = statistics.var if best.formula.center else statistics.meansquare
         return float(values.max() - values.min()) <= 1e-6 * float(values.max())
+
+    def hidden(self, fit: Fit, pair: Pair) -> bool:
+        """Whether eps is so large that no variance changes a digit."""
+        base = fit.statistics.base(fit.formula)
+        return pair.unit == 1 and float(base.max()) <= pair.noise.unit * fit.eps
 
     def off_the_input(self, pair: Pair, best: Fit) -> float | None:
         """How far the output is off the input, with the given parameters alone.
