@@ -19,7 +19,7 @@ __all__ = ["decisions"]
 VISIBLE = 0.02
 """Two outputs are apart where they differ by this share of the largest: in any type."""
 
-MOST_ELEMENTS = 48
+MOST_ELEMENTS, MOST_SHAPES = 48, 100
 SCALES = (1.0, 1e-3, 1e-5)
 DECIDED = 6
 """So many alternatives are decided, the likeliest."""
@@ -90,14 +90,18 @@ def _shapes(schemes: Sequence[Scheme], ndim: int) -> Iterator[tuple[int, ...]]:
     """Small shapes that both schemes divide, the smallest first."""
     choices = []
     layouts = [scheme.layout(ndim) for scheme in schemes]
+    alike = layouts[0].reduced_axes == layouts[1].reduced_axes
     for axis in range(ndim):
         step = 1
         for layout in layouts:
             known = math.prod(part.size or 1 for part in layout.axes[axis])
             step = math.lcm(step, known)
-        choices.append([step * count for count in (1, 2, 3, 4)])
+        # Along axes that none of both shares more groups decide nothing more.
+        counts = (1,) if alike and axis not in layouts[0].reduced_axes else (1, 2, 3, 4)
+        choices.append([step * count for count in counts])
     shapes = [s for s in itertools.product(*choices) if 2 <= math.prod(s) <= MOST_ELEMENTS]
-    yield from sorted(shapes, key=lambda shape: (math.prod(shape), shape))
+    shapes.sort(key=lambda shape: (math.prod(shape), shape))
+    yield from shapes[:MOST_SHAPES]
 
 
 def _values(shape: tuple[int, ...]) -> NDArray[np.float64]:

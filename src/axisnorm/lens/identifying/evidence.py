@@ -101,11 +101,15 @@ class Noise:
         narrow = replace(own, unit=single, compute=single)
         return [own, narrow] if self.compute < single else [own]
 
+    @property
+    def is_careless(self) -> bool:
+        """Whether arithmetic is believed to lose digits, or to be in a half type."""
+        return self.slack > 1 or self.compute > UNITS["float32"]
+
     @cached_property
     def worst(self) -> Noise:
         """The most that is believed of rounding before an output is said to be something else."""
-        believed = self.slack > 1 or self.compute > UNITS["float32"]
-        return self if believed else self.careless()[-1]
+        return self if self.is_careless else self.careless()[-1]
 
     @cached_property
     def summed(self) -> Noise:
