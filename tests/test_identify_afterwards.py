@@ -439,3 +439,12 @@ def test_one_scale_of_all_elements_on_a_grid_is_a_map():
 def test_a_divisor_larger_than_the_groups_of_other_axes():
     x = normal(32, 64, dtype=torch.float64)
     assert identify(x, 0.5 * normalized(x)).best.axes == (1,)
+
+
+def test_a_weight_for_each_row_does_not_take_up_a_curve():
+    """With a weight and a bias for each 32 elements the sum was said to be a norm."""
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn(8, 128, 32, 32, generator=random)
+    x = (x * (0.5 + torch.rand(8, 1, 1, 1, generator=random)) + 0.3).bfloat16()
+    found = identify(x, (torch.sigmoid(normalized(x.float())) + x.float()).bfloat16())
+    assert found.best is None
