@@ -306,13 +306,9 @@ def confirm(
     reach = allowed
     if line is not None:
         few = valid is not None or float(line.count.max()) <= FEW_ELEMENTS
-        if few:
-            reach = allowed + line.reach(allowed, valid)
-        elif pair.noise.is_careless:
-            # What is allowed of careless arithmetic is enough for the weights as well.
-            reach = 2.0 * allowed
-        else:
-            reach = allowed + line.moved(allowed, None)
+        # Of many elements what is allowed of careless arithmetic is enough for weights as well.
+        own = allowed if pair.noise.is_careless and not few else line.reach(allowed, valid)
+        reach = allowed + own
     if valid is not None:
         difference, allowed, reach = difference[valid], allowed[valid], reach[valid]
     with np.errstate(all="ignore"):

@@ -44,8 +44,8 @@ class Line:
         total = square.sum(self.axes, keepdims=True)
         return taken + np.divide(square, total, out=np.zeros_like(square), where=total > 0)
 
-    def moved(self, errors: Floats, valid: NDArray[np.bool_] | None) -> Floats:
-        """How far errors of y up to these move the fit at each element.
+    def reach(self, errors: Floats, valid: NDArray[np.bool_] | None) -> Floats:
+        """How far errors of y up to these move the fit at each element, at least by its own.
 
         By Cauchy and Schwarz, as the squares of an element's row of the projection sum to its
         leverage: needed where a weight has few elements, or some large outputs and some small.
@@ -57,11 +57,7 @@ class Line:
         moved = np.sqrt(self.leverage * square.sum(self.axes, keepdims=True))
         if valid is None:
             moved = moved * np.minimum(1.0, CANCELLED / np.sqrt(self.count))
-        return moved
-
-    def reach(self, errors: Floats, valid: NDArray[np.bool_] | None) -> Floats:
-        """The same, at least by its own error: where a weight has few elements."""
-        return np.maximum(self.moved(errors, valid), errors)
+        return np.maximum(moved, errors)
 
 
 def line(
