@@ -1020,3 +1020,18 @@ def test_a_variance_that_eps_hides_is_no_part_of_the_output(placement):
                 or mistake.code == "axes-off-by-one"
                 or (found.best.scheme.eps_placement == placement)
             )
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-14, 1.4e-13])
+@pytest.mark.parametrize("given", [False, True])
+def test_a_bias_that_hides_the_input_is_no_norm(given, scale):
+    """Of numbers so small a variance without its root was said to divide."""
+    scheme = Scheme(
+        "[a] b (g=3 [c]) [d e]; affine=b g; scale=sqrt_std; eps=6e-8; eps_placement=std"
+    )
+    for seed in range(6):
+        x = (scale * normal(1, 2, 12, 2, 8, seed=seed)).astype(np.float32)
+        weight, bias = uniform(2, 3, dtype="float32"), normal(2, 3, seed=seed + 9, dtype="float32")
+        y = forward(x, scheme, weight, bias)
+        found = identify(x, y, **({"weight": weight} if given else {}))
+        assert found.best is None

@@ -158,6 +158,13 @@ class Study:
                 f"({result.candidates[0].name}): nothing shows that a variance is part of it."
             )
             return replace(result, best=None, reason=reason, notes=(), decisions=())
+        if self.only_bias(found.pair, best):
+            result = self.identified(found, fits)
+            reason = (
+                f"{_where(found.later)} is the bias alone as far as rounding shows: nothing of the "
+                "input is seen in it."
+            )
+            return replace(result, best=None, reason=reason, notes=(), decisions=())
         off = self.off_the_input(found.pair, best)
         if off is not None:
             result = self.identified(found, fits)
@@ -651,6 +658,15 @@ class Study:
         """Whether eps is so large that no variance changes a digit."""
         base = fit.statistics.base(fit.formula)
         return pair.unit == 1 and float(base.max()) <= pair.noise.unit * fit.eps
+
+    def only_bias(self, pair: Pair, best: Fit) -> bool:
+        """Whether rounding may hide all that a norm gives beside the bias."""
+        if best.bias_along is None:
+            return False
+        output, allowed = predicted(pair, best)
+        told = ... if pair.mask is None else pair.mask
+        part = np.square(output - best.bias_along)[told]
+        return float(part.mean()) <= float(np.square(allowed)[told].mean())
 
     def off_the_input(self, pair: Pair, best: Fit) -> float | None:
         """How far the output is off the input, with the given parameters alone.
