@@ -175,9 +175,10 @@ void add_forward(uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t bi
                  uintptr_t h, uintptr_t stats, double dropout_p, int64_t seed, int64_t rows,
                  int64_t n, int64_t x_stride, int64_t residual_stride, int64_t y_stride,
                  int64_t h_stride, int dtype, int weight_dtype, int bias_dtype, bool center,
-                 bool rounded, double eps, double weight_offset) {
+                 bool rounded, double eps, double weight_offset, int activation) {
   Job job = sum_job(weight, stats, dropout_p, seed, rows, n, dtype, weight_dtype, bias_dtype,
                     center, rounded, eps, weight_offset);
+  job.activation = activation;
   job.x = (const void *)x;
   job.x_stride = x_stride;
   job.residual = (const void *)residual;

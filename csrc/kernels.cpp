@@ -417,6 +417,9 @@ void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) 
 // The norm of a sum. The rows of h are made where they are to stand, or in place of y, two at a time,
 // so that the norm finds them in the L1 cache.
 template <class T, bool Center, bool Rounded>
+void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t end);
+
+template <class T, bool Center, bool Rounded>
 void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
   const Dropout dropout(job);
@@ -429,7 +432,8 @@ void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) 
     const int64_t stop = smaller(end, r + R);
     for (int64_t k = r; k < stop; k++)
       add_row(job, job.dropout_p > 0 ? &dropout : nullptr, k, (T *)norm.x + k * norm.x_stride);
-    forward_rows<T, Center, Rounded>(norm, affine, r, stop);
+    if (job.activation) forward_activated<T, Center, Rounded>(norm, affine, r, stop);
+    else forward_rows<T, Center, Rounded>(norm, affine, r, stop);
   }
 }
 

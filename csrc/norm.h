@@ -35,7 +35,7 @@ struct Job {
   int32_t rounded;       // 1: xhat is rounded to dtype before the affine map
   int32_t streamed;      // 1: y or dx is written past the caches, where its lines stand well
   int32_t singly;        // 1: one row or group is read after another, and nothing is fetched ahead
-  int32_t activation;    // forward, not of a sum
+  int32_t activation;    // forward
   double eps;
   double divisor;        // n - correction, > 0
   double weight_offset;

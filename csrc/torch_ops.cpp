@@ -484,16 +484,16 @@ PyObject *op_behind_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// op_add_forward_into(x, residual, weight, bias, seed, dropout_p, scheme, y, h or None, stats or None)
-// -> None
+// op_add_forward_into(x, residual, weight, bias, seed, dropout_p, scheme, activation, y, h or None,
+// stats or None) -> None
 PyObject *op_add_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   void *x = nullptr, *residual = nullptr;
-  if (count != 10 || !all_positive(args, 7) ||
+  if (count != 11 || !all_positive(args, 7) || !read_activation(args[7], call.job.activation) ||
       !call.read(args[0], args[2], args[3], Py_None, Py_None, Py_None, args[6]) ||
       !call.read_like(args[0], x) || !call.read_like(args[1], residual) ||
-      !call.set_rows(args[4], args[5]) || !call.read_like(args[7], call.job.y) ||
-      !call.read_like(args[8], call.job.h) || (args[9] != Py_None && !call.read_stats(args[9])))
+      !call.set_rows(args[4], args[5]) || !call.read_like(args[8], call.job.y) ||
+      !call.read_like(args[9], call.job.h) || (args[10] != Py_None && !call.read_stats(args[10])))
     return by_python(python.add_forward_into, args, count);
   call.job.residual = residual;
   if (!run([&] { axisnorm::forward(call.job); }, call.x.size)) return nullptr;

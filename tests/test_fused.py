@@ -1014,7 +1014,8 @@ def test_opcheck(p: float) -> None:
     seed = torch.tensor(77) if p else None
     text = "... [d]; affine=d"
     for args in ((x, r, w, b), (x, r, None, None), (x.detach().T.contiguous().T, r, w, b)):
-        torch.library.opcheck(ops.add_norm_fwd.default, (*args, seed, p, text))
+        for activation in (None, "silu"):
+            torch.library.opcheck(ops.add_norm_fwd.default, (*args, seed, p, text, activation))
     w, b = w.detach(), b.detach()
     y, h, stats = ops.add_norm_fwd(x.detach(), r.detach(), w, b, seed, p, text)
     for grad_h in (None, y):
@@ -1041,8 +1042,12 @@ def test_ops_that_write(p: float) -> None:
 
     for given in (x, x.t().contiguous().t()):  # the kernels take the first, Python the second
         for parameters in ((w, b), (None, None)):
-            args = (given, r, *parameters, seed, p, text)
-            found = ops.add_norm_fwd(*args)
+            for activation in ("relu", "silu", "gelu", None):
+                args = (given, r, *parameters, seed, p, text, activation)
+                found = ops.add_norm_fwd(*args)
+                h = found[1]
+                wanted, _ = ops.norm_fwd(h, *parameters, None, text, None, None, activation)
+                assert torch.equal(found[0], wanted)
             written(ops.add_norm_fwd_into, args, found)
             written(ops.add_norm_fwd_into, args, (found[0], found[1][:0], found[2][:0]))
             for grad_h in (None, given):
@@ -1056,6 +1061,23 @@ def test_ops_refuse_what_does_not_fit() -> None:
     for residual in (x[:2], x.double()):
         with pytest.raises(ArgumentError, match="one shape, type and device"):
             ops.add_norm_fwd(x, residual, None, None, None, 0.0, "... [d]")
+    with pytest.raises(ArgumentError, match="An activation is"):
+        ops.add_norm_fwd(x, x, None, None, None, 0.0, "... [d]", "tanh")
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
+def test_gradients_of_the_op_with_an_activation(activation: str) -> None:
+    tensors = [t.double().detach().requires_grad_() for t in leaves((3, 8), torch.float32)]
+
+    def op(x: T, r: T, w: T, b: T) -> tuple[T, T]:
+        text = "... [d]; affine=d"
+        y, h, _ = torch.ops.axisnorm.add_norm_fwd(x, r, w, b, None, 0.0, text, activation)
+        return y, h
+
+    assert torch.autograd.gradcheck(op, tensors)
+    assert torch.autograd.gradgradcheck(op, tensors)
+    only_h = torch.autograd.grad(op(*tensors)[1].sum(), tensors[0])[0]
+    assert torch.equal(only_h, torch.ones_like(only_h))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -81,6 +81,7 @@ def add_forward(
     rounded: bool,
     eps: float,
     weight_offset: float,
+    activation: int,
 ) -> None: ...
 def add_backward(
     grad: int,
@@ -207,6 +208,7 @@ def op_add_forward_into(
     seed: Any,
     dropout_p: float,
     scheme: str,
+    activation: str | None,
     y: Any,
     h: Any,
     stats: Any,

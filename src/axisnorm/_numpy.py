@@ -305,6 +305,7 @@ def add_normalize(
         meaning.rounding == "before_affine",
         reference.resolve_eps(meaning, x.dtype),
         meaning.weight_offset,
+        _route.activation_code(None),
     )
     return y, h
 

@@ -925,7 +925,7 @@ def _normalize_by_ops(
     x, weight, bias, mask, running_mean, running_var = inputs
     text = _text(scheme)
     if running_mean is None or running_var is None:
-        return ops.norm_fwd(x, weight, bias, mask, text, activation=activation)[0]
+        return ops.norm_fwd(x, weight, bias, mask, text, None, None, activation)[0]
     running = (running_mean, running_var)
     if _uses_running(text):
         return ops.norm_fwd(x, weight, bias, mask, text, *running, activation)[0]

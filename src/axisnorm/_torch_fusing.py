@@ -33,7 +33,7 @@ def join_activations(graph: Graph) -> int:
 def _join_forward(relu: Node, y: Node) -> int:
     norm: Any = y.args[0]
     given = (*norm.args, None, None, None)[:8]
-    if norm.target is _SUM or norm.kwargs or given[7] is not None or len(y.users) > 1:
+    if norm.kwargs or given[7] is not None or len(y.users) > 1:
         return 0
     norm.args = (*given[:7], "relu")
     relu.replace_all_uses_with(y)
@@ -59,7 +59,7 @@ def _replace(where: Node, norm: Any) -> int:
     grad: Any = where.args[2]
     outputs = {user.args[1]: user for user in norm.users if _is_output(user)}
     if norm.target is _SUM:
-        _, _, weight, bias, _, _, scheme = norm.args
+        _, _, weight, bias, _, _, scheme = norm.args[:7]
         x, stats = outputs.get(1), outputs.get(2)
         given = (x, weight, bias, None, None, None)
     else:

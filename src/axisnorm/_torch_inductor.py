@@ -166,9 +166,9 @@ def _by_running_statistics(
     return lowering.to_dtype(y, x.get_dtype())
 
 
-def _train_forward(x: Any, *others: Any, activation: str | None = None) -> tuple[Any, ...]:
+def _train_forward(x: Any, *others: Any) -> tuple[Any, ...]:
+    given = (*others, None)[:7]  # the last is an activation
     x, layout = _realized(x)
-    given = (*others, activation) if len(others) == 6 else others
     outputs = (_new(layout), *(_like_output(i, always=True) for i in (1, 2, 3)))
     _Call.create(_ops.norm_train_fwd_into.default, x, *given, *outputs)
     return outputs
@@ -197,12 +197,13 @@ def _backward(grad: Any, x: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def _add_forward(x: Any, residual: Any, *others: Any) -> tuple[Any, ...]:
+    given = (*others, None)[:6]  # the last is an activation
     x, layout = _realized(x)
     residual, other = _realized(residual)
     if 0 not in residual.get_stride():
         layout = other
     outputs = (_new(layout), _new(layout) if _is_read(1) else None, _like_output(2))
-    _Call.create(_ops.add_norm_fwd_into.default, x, residual, *others, *outputs)
+    _Call.create(_ops.add_norm_fwd_into.default, x, residual, *given, *outputs)
     return outputs
 
 

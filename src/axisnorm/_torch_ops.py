@@ -19,7 +19,15 @@ from . import _route, _torch, reference
 from .reference import Inputs, checked_activation
 from .scheme import Scheme, as_scheme
 
-__all__ = ["TAGS", "Rules", "into", "register", "short_normalize", "tell_inductor"]
+__all__ = [
+    "TAGS",
+    "Rules",
+    "behind_by_reference",
+    "into",
+    "register",
+    "short_normalize",
+    "tell_inductor",
+]
 
 # Any strides will do: a compiler need not copy to those that a tensor has in eager mode.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -158,7 +166,7 @@ def _fake_behind(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _behind_by_reference(
+def behind_by_reference(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -501,7 +509,7 @@ for _name, _rules in {
         differentiable=5,
     ),
     "norm_bwd": Rules(_op_norm_backward, _fake_backward, _backward_by_reference),
-    "norm_behind": Rules(_op_norm_behind, _fake_behind, _behind_by_reference),
+    "norm_behind": Rules(_op_norm_behind, _fake_behind, behind_by_reference),
     "norm_moments": Rules(
         _op_moments,
         _fake_moments,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import _onnx, _route, _torch, _torch_graph, _torch_memory, _torch_ops, reference
-from .reference import Inputs
+from .reference import Inputs, checked_activation
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
 __all__ = [
@@ -248,7 +248,9 @@ def _dropped(dh: Tensor, saved: Saved, scheme: Scheme) -> Tensor:
 # Plain tensors
 
 
-def _forward(given: Sum, scheme: Scheme, keep_h: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _forward(
+    given: Sum, scheme: Scheme, keep_h: bool, activation: str | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, h and the statistics (3, groups): hi, lo and rstd."""
     x, residual = given.x, given.residual
     sizes = scheme.layout(x.dim()).sizes(x.shape)
@@ -256,10 +258,10 @@ def _forward(given: Sum, scheme: Scheme, keep_h: bool) -> tuple[Tensor, Tensor |
     inputs = Inputs(x, given.weight, given.bias)
     if _torch._route_of(inputs, sizes).engine == "native":
         stats = x.new_empty((3, sizes.num_groups), dtype=_torch._compute_type(x))
-        return *_native_forward(given, sizes, stats, keep_h), stats
+        return *_native_forward(given, sizes, stats, keep_h, activation), stats
     h = torch.empty_like(_model(x, residual))
     h.copy_(reference.residual_sum(x, residual, scheme, given.seed, given.dropout_p))
-    y, stats = _torch._forward(inputs._replace(x=h), scheme)
+    y, stats = _torch._forward(inputs._replace(x=h), scheme, activation=activation)
     return y, h, stats
 
 
@@ -269,7 +271,7 @@ def _model(x: Tensor, residual: Tensor) -> Tensor:
 
 
 def _native_forward(
-    given: Sum, sizes: Sizes, stats: Tensor, keep_h: bool
+    given: Sum, sizes: Sizes, stats: Tensor, keep_h: bool, activation: str | None
 ) -> tuple[Tensor, Tensor | None]:
     x, x_stride = _rows(given.x, sizes)
     residual, residual_stride = _rows(given.residual, sizes)
@@ -293,6 +295,7 @@ def _native_forward(
         y_stride,
         h_stride,
         *_constants(x, weight, bias, sizes),
+        _route.activation_code(activation),
     )
     _copy_back(y, y_target)
     _copy_back(h, h_target)
@@ -417,13 +420,14 @@ def _constants(
 _library = torch.library.Library("axisnorm", "FRAGMENT")
 for _schema in (
     "add_norm_fwd(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed,"
-    " float dropout_p, str scheme) -> (Tensor y, Tensor h, Tensor stats)",
+    " float dropout_p, str scheme, str? activation=None) -> (Tensor y, Tensor h, Tensor stats)",
     "add_norm_bwd(Tensor grad, Tensor? grad_h, Tensor h, Tensor? weight, Tensor? bias,"
     " Tensor? seed, Tensor stats, float dropout_p, str scheme)"
     " -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
     # The same, into tensors that are there.
     "add_norm_fwd_into(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, Tensor? seed,"
-    " float dropout_p, str scheme, Tensor(a!) y, Tensor(b!)? h, Tensor(c!)? stats) -> ()",
+    " float dropout_p, str scheme, str? activation, Tensor(a!) y, Tensor(b!)? h, Tensor(c!)? stats)"
+    " -> ()",
     "add_norm_bwd_into(Tensor grad, Tensor? grad_h, Tensor h, Tensor? weight, Tensor? bias,"
     " Tensor? seed, Tensor stats, float dropout_p, str scheme, Tensor(a!)? dx,"
     " Tensor(b!) dresidual, Tensor(c!)? dweight, Tensor(d!)? dbias) -> ()",
@@ -432,18 +436,23 @@ for _schema in (
 
 
 def _op_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *values, scheme = args
-    given, meaning = Sum(*values), as_scheme(scheme)
+    given, scheme, activation = _read(args)
+    meaning = as_scheme(scheme)
     _check_sum(given, meaning)
-    y, h, stats = _forward(given, meaning, True)
+    y, h, stats = _forward(given, meaning, True, checked_activation(activation))
     assert h is not None
     return y, h, stats
 
 
+def _read(args: Sequence[Any]) -> tuple[Sum, str, str | None]:
+    """The arguments of add_norm_fwd, of which the dispatcher leaves out a last None."""
+    return Sum(*args[:6]), args[6], args[7] if len(args) > 7 else None
+
+
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     _torch_ops.tell_inductor()
-    *values, scheme = args
-    given = Sum(*values)
+    given, scheme, activation = _read(args)
+    checked_activation(activation)
     sizes = _check_sum(given, as_scheme(scheme))
     x, residual = given.x, given.residual
     stats = x.new_empty((3, sizes.num_groups), dtype=_torch._compute_type(x))
@@ -488,7 +497,7 @@ def _fake_backward(
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, weight, bias, seed, ctx.dropout_p, ctx.scheme = inputs
+    _, _, weight, bias, seed, ctx.dropout_p, ctx.scheme, ctx.activation = inputs
     _, h, stats = output
     ctx.save_for_backward(h, weight, bias, seed, stats)
     ctx.set_materialize_grads(False)
@@ -501,14 +510,20 @@ def _op_gradients(
 ) -> tuple[Any, ...]:
     saved = Saved(*(*ctx.saved_tensors, ctx.dropout_p))
     scheme = as_scheme(ctx.scheme)
-    return (*_gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad), None, None, None)
+    if grad is not None and ctx.activation is not None:
+        norm = (saved.h, saved.weight, saved.bias, None, None, None, saved.stats, str(scheme))
+        differentiated = _torch._grad_enabled() or forward_ad._current_level >= 0
+        by_reference = differentiated or _torch._transforms() or _torch._is_batched(grad)
+        behind = _torch_ops.behind_by_reference if by_reference else torch.ops.axisnorm.norm_behind
+        grad = behind(grad, *norm, ctx.activation)
+    return (*_gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad), *[None] * 4)
 
 
 def _forward_by_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *values, scheme = args
-    given, meaning = Sum(*values), as_scheme(scheme)
+    given, scheme, activation = _read(args)
+    meaning = as_scheme(scheme)
     h = reference.residual_sum(given.x, given.residual, meaning, given.seed, given.dropout_p)
-    y, moments = reference.forward(h, meaning, given.weight, given.bias)
+    y, moments = reference.forward(h, meaning, given.weight, given.bias, activation=activation)
     return y, h, _torch._narrowed(moments, _torch._compute_type(h))
 
 

@@ -88,7 +88,8 @@ def _add_norm(
     seed: Tensor | None,
     dropout_p: float,
     scheme: str,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = residual + (x if seed is None else torch.dropout(x, dropout_p, True))
-    y, stats = _norm(total, weight, bias, None, scheme)
+    y, stats = _norm(total, weight, bias, None, scheme, activation=activation)
     return y, total, stats
