@@ -36,6 +36,7 @@ __all__ = [
     "short_channel_norm",
     "short_layer_norm",
     "short_rms_norm",
+    "split",
     "statistics",
 ]
 
@@ -50,6 +51,7 @@ _CODES = {getattr(torch, name): code for code, name in enumerate(_route.DTYPES)}
 # Who is watching
 
 _is_compiling = torch.compiler.is_compiling
+_is_exporting = getattr(torch.compiler, "is_exporting", None)  # new in torch 2.7
 _dispatch_modes = _C._len_torch_dispatch_stack
 _transforms = _C._are_functorch_transforms_active
 _tracing = _C._get_tracing_state
@@ -239,11 +241,12 @@ def normalize(
     if _is_compiling() or is_tracing():
         if out is not None:
             _check_out(inputs, out)
-        if _is_compiling() and not torch.compiler.is_exporting():
-            y = _normalize_by_ops(inputs, scheme, activation)
+        fused, behind = split(activation)
+        if _onnx.is_exporting():
+            y = exported(inputs, scheme)
         else:
-            y = (exported if _onnx.is_exporting() else _normalize_by_ops)(inputs, scheme)
-            y = activate(y, activation)
+            y = _normalize_by_ops(inputs, scheme, fused)
+        y = activate(y, behind)
         return y if out is None else out.copy_(y)
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
@@ -268,6 +271,15 @@ def normalize(
     if moving and found:
         _move(inputs, scheme, found[0])
     return y if out is None or y is out else out.copy_(y)
+
+
+def split(activation: Any) -> tuple[Any, Any]:
+    """What an operator applies in a program that is compiled, and what stands behind it.
+
+    In one that is exported or traced an activation is torch's, which every reader of it knows.
+    """
+    apart = _is_exporting is None or _is_exporting() or not _is_compiling()
+    return (None, activation) if apart else (activation, None)
 
 
 def activate(y: Tensor, activation: str | None) -> Tensor:

@@ -19,7 +19,7 @@ from . import (
     _torch,
     _torch_ops,
 )
-from ._torch import activate
+from ._torch import activate, split
 from .reference import ACTIVATIONS
 from .scheme import trailing_names
 
@@ -166,7 +166,7 @@ def channel_norm(
     if batch is not True or not isinstance(momentum, float) or not -1e300 < momentum < 1e300:
         return None
     text = f"{text}; momentum={float(momentum)!r}"
-    fused, behind = _split(activation)
+    fused, behind = split(activation)
     y, _, mean, var = _train(x, weight, bias, None, text, running_mean, running_var, fused)
     running_mean.copy_(mean)
     running_var.copy_(var)
@@ -182,17 +182,9 @@ def _activated_norm(
     running_mean: Any = None,
     running_var: Any = None,
 ) -> Tensor:
-    fused, behind = _split(activation)
+    fused, behind = split(activation)
     y = _norm(x, weight, bias, None, text, running_mean, running_var, fused)[0]
     return activate(y, behind)
-
-
-def _split(activation: Any) -> tuple[Any, Any]:
-    """What the operator applies, and what stands behind it.
-
-    In a program that is exported an activation is torch's, which every reader of it knows.
-    """
-    return (None, activation) if torch.compiler.is_exporting() else (activation, None)
 
 
 def _is_known(activation: Any) -> bool:
