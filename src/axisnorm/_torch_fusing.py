@@ -25,17 +25,22 @@ def join_activations(graph: Graph) -> int:
     changed = 0
     for relu in graph.find_nodes(op="call_function", target=_aten.relu.default):
         y = relu.args[0]
-        if _is_output(y, 0) and y.args[0].target in (_NORM, _TRAIN, _SUM) and _is_on_cpu(y):
+        if _is_output(y, 0) and _takes_activation(y.args[0]) and _is_on_cpu(y):
             changed += _join_backward(relu, y.args[0]) + _join_forward(relu, y)
     return changed
 
 
+def _takes_activation(node: Any) -> bool:
+    """Whether this is a norm that has none. It is the eighth argument, of three operators."""
+    known = node.target in (_NORM, _TRAIN, _SUM) and not node.kwargs
+    return known and not any(node.args[7:])
+
+
 def _join_forward(relu: Node, y: Node) -> int:
-    norm: Any = y.args[0]
-    given = (*norm.args, None, None, None)[:8]
-    if norm.kwargs or given[7] is not None or len(y.users) > 1:
+    if len(y.users) > 1:
         return 0
-    norm.args = (*given[:7], "relu")
+    norm: Any = y.args[0]
+    norm.args = (*(*norm.args, None, None)[:7], "relu")
     relu.replace_all_uses_with(y)
     relu.graph.erase_node(relu)
     return 1
