@@ -661,8 +661,10 @@ def test_compiled_batch_norm_moves_its_statistics() -> None:
 
 
 def test_compile_does_not_recompile_for_every_shape() -> None:
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(lambda x: axisnorm.layer_norm(x, (8,)), backend=counter, dynamic=True)
     for rows in range(2, 12):
         compiled(values((rows, 8)))
