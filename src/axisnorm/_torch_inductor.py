@@ -101,7 +101,8 @@ _CALLED_OPERATORS = (
 def _stands_alone(x: Any) -> bool:
     """Whether Inductor has nothing that it could fuse with the norm of ``x`` being lowered."""
     sizes = x.get_size()
-    if all(size.is_number for size in sizes) and math.prod(map(int, sizes)) < _ALONE:
+    known = all(isinstance(size, int) or size.is_number for size in sizes)
+    if known and math.prod(map(int, sizes)) < _ALONE:
         return False
     norm = V.graph.current_node
     readers = (reader for y in norm.users for reader in y.users)
