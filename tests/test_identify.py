@@ -918,7 +918,7 @@ def test_one_norm_is_not_said_where_two_are_clearly_nearer(first, second, seed):
     assert np.abs(again - other).max() <= 2e-7 * np.abs(other).max()
     # What fits as well is told.
     named = (str(best.first), str(best.scheme)) == (str(Scheme(first)), str(Scheme(second)))
-    assert named or any("As well as this fits" in note for note in found.notes)
+    assert named or any("As good a fit" in note for note in found.notes)
 
 
 def test_an_eps_that_barely_fits_does_not_rule_its_formula_out():

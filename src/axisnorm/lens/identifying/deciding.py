@@ -96,7 +96,7 @@ def _shapes(schemes: Sequence[Scheme], ndim: int) -> Iterator[tuple[int, ...]]:
         for layout in layouts:
             known = math.prod(part.size or 1 for part in layout.axes[axis])
             step = math.lcm(step, known)
-        # Along axes that none of both shares more groups decide nothing more.
+        # Along axes that neither of them shares more groups decide nothing more.
         counts = (1,) if alike and axis not in layouts[0].reduced_axes else (1, 2, 3, 4)
         choices.append([step * count for count in counts])
     shapes = [s for s in itertools.product(*choices) if 2 <= math.prod(s) <= MOST_ELEMENTS]

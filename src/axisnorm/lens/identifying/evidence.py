@@ -72,6 +72,13 @@ INSPECTED = 1 << 15
 # The data
 
 
+CLEARLY_WORSE = 3.0
+"""What leaves so many times more over than another one does is clearly worse."""
+
+CHANCE, CHANCE_COARSE = 0.05, 0.35
+"""Of what rounding allows, so much is left over by chance; more of an output of few values."""
+
+
 @dataclass(frozen=True, eq=False)
 class Noise:
     """How far an output may be off by rounding alone: relative to its parts."""
@@ -100,6 +107,13 @@ class Noise:
         own = replace(self, slack=SLOPPY, offset=SLOPPY)
         narrow = replace(own, unit=single, compute=single)
         return [own, narrow] if self.compute < single else [own]
+
+    @property
+    def chance(self) -> float:
+        """The share of what rounding allows below which less left over shows nothing."""
+        # Where rounding the output is most of the error, it takes few values: these may lie near
+        # one formula by chance.
+        return CHANCE_COARSE if self.unit > self.compute or self.quantum else CHANCE
 
     @property
     def is_careless(self) -> bool:

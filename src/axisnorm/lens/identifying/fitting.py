@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .evidence import Floats, Pair, Statistics, rough_statistics, spread
+from .evidence import CLEARLY_WORSE, Floats, Pair, Statistics, rough_statistics, spread
 from .fit import Affine, AffineOf, Fit, Given, confirm, for_running, running_statistics, usual_eps
 from .hypotheses import (
     CENTRED,
@@ -94,10 +94,6 @@ EVERY, FEW = slice(None), slice(None, None, 4)
 
 MOST_OPEN, BETWEEN = 8, 8
 """Between up to so many neighbours of those tried so many more values of eps are tried each."""
-
-CLEARLY_WORSE, CHANCE, CHANCE_COARSE = 3.0, 0.05**2, 0.35**2
-"""An eps in use is no further off than so many times the nearest one; below these, in squares, how
-far it is off shows nothing."""
 
 MOST_USUAL = 4
 """So many values of eps in use that fit a sample are held against all data."""
@@ -403,10 +399,10 @@ class _Fitter:
     def refuted(
         self, places: Sequence[tuple[Statistics, tuple[int, ...]]]
     ) -> list[NDArray[np.bool_]]:
-        """Whether no formula can fit: of a variance without its root and others, with and without
-        the mean, without and with a bias.
+        """Whether no formula can fit, for each set of axes with the dimensions of a weight.
 
-        For each set of axes with the dimensions of a weight.
+        Each array is by kind of formula (of a variance without its root, others), with and without
+        the mean, without a bias and with one.
         """
         found: dict[int, NDArray[np.bool_]] = {}
         noise, cache = self.pair.noise.summed, self.pair.cache
@@ -450,9 +446,13 @@ class _Fitter:
     def _refuted(
         self, places: Sequence[tuple[Statistics, tuple[int, ...], Sample]]
     ) -> list[NDArray[np.bool_]]:
-        """For what is believed of rounding and the worst: of a variance without its root and
-        others, without and with a bias, for the mean subtracted, not, and the uncentred value over
-        the centred deviation, for each place. Last whether nearer variances would refute them."""
+        """Three arrays: for what is believed of rounding, for the worst that is, and for the
+        former if all variances were the same.
+
+        Each is by kind of formula (of a variance without its root, others), without a bias and with
+        one, by numerator (the mean subtracted, not, the uncentred value over the centred deviation)
+        and by place.
+        """
         d, variance, about, largest = [], [], [], []
         for statistics, dimensions, sample in places:
             group = groups(statistics, sample, dimensions)
@@ -865,10 +865,8 @@ class _Trial:
 
     def fit(self, fitter: _Fitter) -> Fit | None:
         """The fit on all data, None where it says nothing of statistics."""
-        noise = self.pair.noise
-        # Where rounding the output is most of the error, some eps is nearer by chance.
-        most = CHANCE_COARSE if noise.unit > noise.compute or noise.quantum else CHANCE
-        most = max(CLEARLY_WORSE**2 * self.least, most)
+        # Squares were compared: an eps in use is not clearly further off than the nearest one.
+        most = max(CLEARLY_WORSE**2 * self.least, self.pair.noise.chance**2)
         usual = [eps for eps in usual_eps(self.formula, self.pair)
                  if eps in self.tried and self.tried[eps][1] <= 1.0
                  and self.tried[eps][0] <= most]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .evidence import (
+    CLEARLY_WORSE,
     SAMPLED,
     UNITS,
     Factors,
@@ -66,10 +67,6 @@ ALIKE = 4.0
 
 UNSEEN = 0.01
 """Of a rounding: what changes by less, as by an eps so small beside the variance, is the same."""
-
-CHANCE, CHANCE_COARSE, CLEARLY_WORSE = 0.05, 0.35, 3.0
-"""Of what rounding allows, so much is left over by chance, more where rounding the output is most
-of it; above that an eps in use that leaves so many times more than another one comes later."""
 
 LOOKS = 1 << 12, SAMPLED
 """A formula is held against so many elements before all."""
@@ -406,8 +403,8 @@ def _eps_choices(
     usual = [eps for eps in usual_eps(formula, pair) if low <= eps <= high]
     if len(usual) > 1 and math.isfinite(high):
         off = dict(zip(usual, nearest.factors.misfits_of(formula, usual), strict=True))
-        coarse = pair.noise.unit > pair.noise.compute or pair.noise.quantum
-        most = max(CHANCE_COARSE if coarse else CHANCE, CLEARLY_WORSE * min(off.values()))
+        # Those that are clearly further off than another one come later.
+        most = max(pair.noise.chance, CLEARLY_WORSE * min(off.values()))
         usual.sort(key=lambda eps: off[eps] > most)
     yield from ((eps, False) for eps in usual)
     if math.isfinite(high) and high > 0 and pair.unit == 1:

@@ -17,7 +17,17 @@ from .afterwards import Afterwards, Later, activated, dropped, masked
 from .along import along
 from .deciding import decisions
 from .digits import computed_in, rounding_order
-from .evidence import UNITS, Floats, Noise, Pair, double, measure, printed_decimals
+from .evidence import (
+    CHANCE,
+    CLEARLY_WORSE,
+    UNITS,
+    Floats,
+    Noise,
+    Pair,
+    double,
+    measure,
+    printed_decimals,
+)
 from .fit import Fit, Given, machine_eps, places, predicted, usual_eps
 from .fitting import CARELESS
 from .hypotheses import (
@@ -55,9 +65,6 @@ PLAUSIBLE_SHARE = 0.05
 BY_CHANCE = 1e-5
 """Data that is standardized has a root mean square near 1: so near it is seldom."""
 
-CLEARLY_WORSE = 3.0
-"""A fit whose differences are this many times larger on average is none, given enough elements."""
-
 ENOUGH_ELEMENTS = 64
 
 NEARLY_AS_GOOD = 2.0
@@ -69,14 +76,14 @@ LIKE_NONE = 8.0
 NEARLY = 32.0
 """A misfit above this is none that carelessness explains."""
 
-FLOOR = 0.05
-"""Of what rounding allows, so much is left over by chance."""
-
 ABOUT_AS_GOOD = 1.2
 """Fits whose differences are so many times larger on average are as good."""
 
 COMPOSED = 4
 """So many norms of norms that fit alike are told."""
+
+COMMON_EPS = USUAL_EPS[:6]
+"""Those that are tried where each takes long."""
 
 FIRST_NORMS = 6
 """So many norms that may have come first are looked at closely."""
@@ -117,9 +124,11 @@ class Study:
         digits = printed_decimals(pair.y, self.dtypes[1])
         self.grid = grid_of(pair.y, pair.y_dtype)
         if digits is not None and self.grid is not None:
-            # Tenths have three decimals, too: whichever is coarser was rounded to.
-            digits = None if self.grid.step > 2 * 10.0**-digits else digits
-            self.grid = None if digits is not None else self.grid
+            # Multiples of 0.1 have three decimals, too: the coarser of both was rounded to.
+            if self.grid.step > 2 * 10.0**-digits:
+                digits = None
+            else:
+                self.grid = None
         self.rough: list[tuple[Pair, str]] = []
         """The output, believed to be rounded once more, with a sentence that says so."""
         if digits is not None:
@@ -151,30 +160,28 @@ class Study:
             return self.map_only(own_maps, found.later)
         if self.says_nothing(best, BY_CHANCE):
             return self.map_only(own_maps, found.later)
+        result, where = self.identified(found, fits), _where(found.later)
         if best.eps_fitted and not best.affine.fitted and self.hidden(best, found.pair):
-            result = self.identified(found, fits)
             reason = (
-                f"{_where(found.later)} is one number times the input less its mean "
+                f"{where} is one number times the input less its mean "
                 f"({result.candidates[0].name}): nothing shows that a variance is part of it."
             )
             return replace(result, best=None, reason=reason, notes=(), decisions=())
         if self.only_bias(found.pair, best):
-            result = self.identified(found, fits)
             reason = (
-                f"{_where(found.later)} is the bias alone as far as rounding shows: nothing of the "
-                "input is seen in it."
+                f"{where} is the bias alone as far as rounding shows: nothing of the input is seen "
+                "in it."
             )
             return replace(result, best=None, reason=reason, notes=(), decisions=())
         off = self.off_the_input(found.pair, best)
         if off is not None:
-            result = self.identified(found, fits)
             what = _input_in_words(best.weight_along is not None, best.bias_along is not None)
             reason = (
-                f"{_where(found.later)} is nearly {what}, off by up to {off:.2g}: nothing shows "
+                f"{where} is nearly {what}, off by up to {off:.2g}: nothing shows "
                 "that it was normalized, and what fits below changes nothing."
             )
             return replace(result, best=None, reason=reason, decisions=())
-        return self.identified(found, fits)
+        return result
 
     # ---- the search
 
@@ -220,7 +227,7 @@ class Study:
         """Whether a fitted weight has values for each sample: seldom meant, often a mask.
 
         Or whether it is one number beside a fitted eps: two norms may give these two. Or whether it
-        is about none.
+        is nearly 1, with a bias of nearly 0.
         """
         own = set(fit.sharing.dimensions(0)) & set(fit.affine.dimensions)
         alone = fit.eps_fitted and not fit.affine.dimensions
@@ -243,7 +250,8 @@ class Study:
         return not fit.running and kept <= set(fit.affine.dimensions)
 
     def plainer(self, like_none: bool) -> _Found | None:
-        """A mask or a second norm in place of such weights, careless arithmetic of nearly none."""
+        """A mask or a second norm in place of such weights; careless arithmetic where the weights
+        are like none."""
         careless = self.sloppy(fitting=False) if like_none else ()
         others = self.seen_through(self.laters(), False)
         for attempt in itertools.chain(careless, others, self.composed()):
@@ -347,7 +355,7 @@ class Study:
         names = " and ".join(
             name for name, p in (("weight", given.weight), ("bias", given.bias)) if p is not None
         )
-        note = f"With the given {names} nothing fits this output. What is said here fits without."
+        note = f"With the given {names} nothing fits this output. Without, it is explained."
         yield _Found(search(pair, bare), pair, (note,))
 
     def laters(self) -> Iterator[Later]:
@@ -385,7 +393,7 @@ class Study:
                 near.append((off, first))
         near.sort(key=lambda one: one[0])
         middles: dict[Scheme, list[Floats]] = {}
-        for (_, first), eps in itertools.product(near[:FIRST_NORMS], USUAL_EPS[:6]):
+        for (_, first), eps in itertools.product(near[:FIRST_NORMS], COMMON_EPS):
             scheme = first.replace(eps=eps)
             middle, before = self.normalized(scheme), middles.setdefault(first, [])
             unseen = UNSEEN * pair.noise.unit * float(np.abs(middle).max())
@@ -445,7 +453,7 @@ class Study:
         if best.formula.passes == 1 or not best.formula.center:
             return found, fits
         plain = best.sharing.scheme(center=False)
-        for eps in USUAL_EPS[:6]:
+        for eps in COMMON_EPS:
             first = plain.replace(eps=eps)
             after = found.pair.with_input(self.normalized(first)).with_noise(self.after(first))
             others = [
@@ -471,38 +479,38 @@ class Study:
             return found, fits
         if best.affine.fitted or pair.x.size > COMPOSED_ELEMENTS:
             return found, fits
-        twice, most = best.formula.passes == 2, ABOUT_AS_GOOD * best.mean_residual
-        if not twice:
+        two_passes, most = best.formula.passes == 2, ABOUT_AS_GOOD * best.mean_residual
+        if not two_passes:
             told = best.statistics, best.formula.center, best.weight_along, best.bias_along
             free = measure(found.pair, *told).misfit
-            far = CLEARLY_WORSE * max(free, FLOOR)
+            far = CLEARLY_WORSE * max(free, CHANCE)
             # A plain norm with an eps that no one uses is plainer than two norms.
             if best.misfit <= far or (best.formula.plain and best.least <= far):
                 return found, fits
             most = best.mean_residual / CLEARLY_WORSE
         near: list[tuple[float, Scheme, Pair, Fit]] = []
         chosen = dict.fromkeys([(), *self.own_dimensions(best.sharing, self.given.weight)])
-        for center, dimensions, eps in itertools.product((True, False), chosen, USUAL_EPS[:6]):
+        for center, dimensions, eps in itertools.product((True, False), chosen, COMMON_EPS):
             first = best.sharing.scheme(dimensions, center=center, eps=eps)
             after = pair.with_input(self.normalized(first)).with_noise(self.after(first))
             near += [
                 (fit.mean_residual, first, after, fit)
                 for fit in known_fits(after, self.given, [best.sharing])
                 if fit.formula.plain and not fit.free_parameters
-                and not (twice and self.scheme(fit) == self.scheme(best) == first)
+                and not (two_passes and self.scheme(fit) == self.scheme(best) == first)
             ]  # fmt: skip
         least = min((off for off, *_ in near), default=math.inf)
         if least > most:
             return found, fits
-        # Where the first mean is zero the second norm subtracts nothing, and some eps are one.
+        # With and without the second mean, which is 0, and with some eps the numbers are the same.
         near = [one for one in near if one[0] <= ABOUT_AS_GOOD * least]
         near.sort(key=lambda one: self.unusual(one[1].eps, one[3]))
         alike = [f"'{self.scheme(own)}' of the output of '{first}'" for _, first, _, own in near]
-        said = "As well as this fits {}."
-        if twice and not best.eps_fitted:
+        said = "As good a fit: {}."
+        if two_passes and not best.eps_fitted:
             note = said.format(", ".join(alike[:COMPOSED]))
             return replace(found, notes=(*found.notes, note)), fits
-        notes = ["One norm alone is further off than its factors explain."]
+        notes = ["One norm alone comes less near the factors of the groups."]
         if alike[1:]:
             notes.append(said.format(", ".join(alike[1 : COMPOSED + 1])))
         _, first, after, fit = near[0]
@@ -558,11 +566,8 @@ class Study:
         fits = found.fits
         if found.pair.x.size >= ENOUGH_ELEMENTS:
             least = min(fit.least for fit in fits)
-            # Where rounding the output is most of the error, it takes few values: these may lie
-            # near one formula by chance.
-            coarse = found.pair.noise.unit > found.pair.noise.compute or found.pair.noise.quantum
-            floor = 0.35 if coarse else FLOOR
-            fits = [fit for fit in fits if fit.least <= max(CLEARLY_WORSE * least, floor)]
+            most = max(CLEARLY_WORSE * least, found.pair.noise.chance)
+            fits = [fit for fit in fits if fit.least <= most]
         plain = [fit for fit in fits if fit.formula.passes == 1]
         ordered = sorted(plain or fits, key=lambda fit: self.rank(fit))
         # Of what no one would have chosen, the plain formula alone says enough.
@@ -792,7 +797,7 @@ class Study:
     def notes(self, found: _Found, fit: Fit, best: Candidate) -> Iterator[str]:
         interval = best.eps_interval
         if interval is not None:
-            inside = [eps for eps in USUAL_EPS[:6] if interval[0] <= eps <= interval[1]]
+            inside = [eps for eps in COMMON_EPS if interval[0] <= eps <= interval[1]]
             if not math.isfinite(interval[1]):
                 yield "eps is not determined: on this input any value gives the same output."
             elif len(inside) > 1:
