@@ -31,7 +31,7 @@ ALIKE = 32
 """So many elements of groups of nearly one variance are looked at for each weight."""
 
 MIDDLE = 64
-"""Of so many of them, evenly spaced, one is in the middle."""
+"""The middle variance is sought among so many elements of each weight, evenly spaced."""
 
 LEAST_ALLOWED = 0.02
 """Of what rounding allows of a row on the whole, at least this share is allowed of each element."""
@@ -52,8 +52,8 @@ class Lines:
         self.largest = float(np.abs(pair.x).max())
         self.furthest = _furthest(pair)
         self.bits = [1 << i for i, n in enumerate(pair.shape) if n > 1]
-        self.made: dict[Any, _Cells | None] = {}
-        self.answers: dict[Any, bool] = {}
+        self.made: dict[tuple[int, Part | None], _Cells | None] = {}
+        self.answers: dict[tuple[int, Part | None, Noise], bool] = {}
 
     @classmethod
     def of(cls, pair: Pair) -> Lines:
@@ -101,7 +101,7 @@ class Lines:
 
     def refute_axes(self, touched: int, noise: Noise) -> bool:
         """Whether elements alike along these whole axes, told as bits, are on no line."""
-        key = touched, noise
+        key = touched, None, noise
         answer = self.answers.get(key)
         if answer is None:
             # Where more is held the line holds all the more: what is off none then is off none now.
@@ -125,11 +125,12 @@ class Lines:
         return sharing.split, sharing.expanded[outer], inner in fixed
 
     def _of_axes(self, touched: int) -> _Cells | None:
-        if touched not in self.made:
+        key = touched, None
+        if key not in self.made:
             shape = self.pair.shape
             axes = tuple(i for i in range(len(shape)) if touched & 1 << i)
-            self.made[touched] = self._fitted(whole(shape, []), axes)
-        return self.made[touched]
+            self.made[key] = self._fitted(whole(shape, []), axes)
+        return self.made[key]
 
     def _of_part(self, sharing: Sharing, touched: int, part: Part) -> _Cells | None:
         key = touched, part
@@ -260,9 +261,9 @@ def refuted_for_every_eps(
         known: the largest given weight, for each hypothesis.
 
     Returns:
-        For each of the noises, of a variance without its root and of other formulas, without a
-        bias and with one, for each hypothesis. And the same for whether no formula would fit if all
-        variances were one: more elements may have nearer ones.
+        Two arrays by noise, by kind of formula (of a variance without its root, others), without a
+        bias and with one, and by hypothesis. The second says whether no formula would fit if all
+        variances were the same: then more elements, some of nearer variances, may refute them.
     """
     usable: NDArray[np.bool_] = variance > 0 if valid is None else valid & (variance > 0)
     found = np.zeros((2, len(noises), len(KINDS), 2, len(d)), bool)
@@ -308,7 +309,16 @@ def _none_of(
     sensitivity: float,
     enough: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
-    """The same for factors between 1 and these ratios, of the rows with enough elements."""
+    """The same for one kind of formula, whose factors lie between 1 and these ratios.
+
+    Args:
+        ratio: what u is multiplied by at the most or least, for each element.
+        sensitivity: how much more than through a root an error of the variance moves the output.
+        enough: the rows that have enough elements.
+
+    Returns:
+        The two arrays as one, without the axis of the kinds.
+    """
     found = np.zeros((2, len(noises), 2, len(d)), bool)
     size, middle_y = np.sqrt(_dot(y, y) / y.shape[-1]), y.mean(2)
     u, e = d * (0.5 * (1 + ratio)), np.abs(d * (0.5 * (1 - ratio)))
