@@ -17,6 +17,7 @@ import axisnorm.nn
 from axisnorm.lens.compare import compare
 from axisnorm.lens.explain import explain, named_norms, partition
 from axisnorm.lens.family import unsized
+from axisnorm.lens.rendering.wording import followed
 from axisnorm.scheme import ArgumentError, DtypeError, Scheme
 
 WHICH_MEAN = (2, 3, 4)
@@ -392,7 +393,7 @@ def test_the_followed_element_is_what_its_line_says(dtype, rounding):
         axisnorm.rms_norm, normalized_shape=3, weight=weight, rounding=rounding, eps=1e-6
     )
     found = explain(call, x)
-    (x_name, x_line), (y_name, y_line) = found.worked.followed(found.scheme, "{:.17g}".format)
+    (x_name, x_line), (y_name, y_line) = followed(found.worked, found.scheme, "{:.17g}".format)
     assert (x_name, y_name) == ("x[0, 0]", "y[0, 0]")
     y_sum, _, y_result = y_line.partition(" = ")
     assert eval(y_sum) == pytest.approx(float(y_result.split(",")[0]), rel=2**-7)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,8 +55,6 @@ class Worked:
     """What is subtracted: 0 where nothing is."""
     var: float
     """What eps is added to: the variance, mean square or sum of squares."""
-    rstd: float
-    """What the difference is multiplied by, 1 over what divides."""
     x: float
     normalized: float
     weight: float | None
@@ -69,38 +67,10 @@ class Worked:
         names = [step.name for step in self.steps]
         return self.steps[names.index("normalized") - 1].values[0]
 
-    def followed(self, scheme: Scheme, said: Callable[[float], str]) -> list[tuple[str, str]]:
-        """The followed element with its numbers put in: what is computed, and how.
-
-        Args:
-            scheme: that is worked through.
-            said: writes a number.
-        """
-        steps = {step.name: step for step in self.steps}
-        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
-
-        def signed(value: float) -> str:
-            return f"({said(value)})" if value < 0 else said(value)
-
-        above = f"({said(self.x)} - {signed(self.mean)})" if scheme.center else said(self.x)
-        line = f"{above} / {self.divides:.7g} = {said(self.normalized)}"
-        if self.divides == 0:
-            line = f"{above} / 0, which is taken as 0"
-        value = self.normalized
-        if "rounded" in steps:
-            value = steps["rounded"].values[0]
-            line += f", rounded {said(value)}"
-        lines = [(f"x{where}", line)]
-        if self.weight is not None or self.bias is not None:
-            line = said(value)
-            if self.weight is not None:
-                offset = f"({scheme.weight_offset:g} + {signed(self.weight)})"
-                line += f" * {offset if scheme.weight_offset else signed(self.weight)}"
-            if self.bias is not None:
-                line += f" + {signed(self.bias)}"
-            _, rounded_to, dtype = steps["y"].how.partition(", rounded to ")
-            lines.append((f"y{where}", f"{line} = {said(self.y)}{rounded_to}{dtype}"))
-        return lines
+    @property
+    def rstd(self) -> float:
+        """What the difference is multiplied by: 1 over what divides, 0 where that is 0."""
+        return 1.0 / self.divides if self.divides else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -158,7 +128,7 @@ def work_through(
     with np.errstate(over="ignore"):
         steps = list(_steps(scheme, elements, m, v, weights, biases, dtype))
     found = {step.name: step.values for step in steps}
-    worked = Worked(
+    return Worked(
         group=tuple(0 for _ in told),
         index=tuple(0 for _ in sizes.shape),
         size=len(elements),
@@ -166,14 +136,12 @@ def work_through(
         steps=tuple(steps),
         mean=m,
         var=v,
-        rstd=0.0,
         x=float(elements[0]),
         normalized=found["normalized"][0],
         weight=None if weights is None else float(weights[0]),
         bias=None if biases is None else float(biases[0]),
         y=found["y"][0],
     )
-    return replace(worked, rstd=1.0 / worked.divides) if worked.divides else worked
 
 
 def _kept(values: Values) -> tuple[float, ...]:

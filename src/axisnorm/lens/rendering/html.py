@@ -22,7 +22,7 @@ from .markup import Cell, Page, code, file_text, filled, finite, listed, number,
 from .palette import FILLS
 from .placing import place
 from .residuals import chart_of, eps_in_words
-from .wording import count
+from .wording import count, followed
 
 if TYPE_CHECKING:
     from ..compare import Comparison
@@ -161,7 +161,7 @@ def _by_hand(result: Explanation, worked: Worked) -> str:
     for step in worked.steps:
         size = worked.size if len(step.values) > 1 else 1
         rows.append((escape(step.name), _values(step.values, size), escape(step.how)))
-    said = [f"{name}: {how}" for name, how in worked.followed(result.scheme, number)]
+    said = [f"{name}: {how}" for name, how in followed(worked, result.scheme, number)]
     return table(("line", "value", "how"), rows) + f'<p class="mono">{"<br>".join(said)}</p>'
 
 

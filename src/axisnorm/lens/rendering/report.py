@@ -28,7 +28,7 @@ from .console import (
     to_text,
 )
 from .palette import FILLS, letters
-from .wording import count, off, shared_statistic
+from .wording import count, followed, off, shared_statistic
 
 if TYPE_CHECKING:
     from ...scheme import Sizes
@@ -194,11 +194,11 @@ def _by_hand(result: Explanation, worked: Worked) -> RenderableType:
         table.add_row(Text(name, style="dim"), values, how)
         narrow.append(Text(f"{name}: {how}" if how else name, style="dim"))
         narrow.append(Padding(Text(values), (0, 0, 0, 2)))
-    followed = [
+    element = [
         Text.assemble((f"{name}  ", "dim"), (said, "bold"))
-        for name, said in worked.followed(result.scheme, _number)
+        for name, said in followed(worked, result.scheme, _number)
     ]
-    return Group(Fitting(table, Group(*narrow), _ROOM_FOR_STEPS), *followed)
+    return Group(Fitting(table, Group(*narrow), _ROOM_FOR_STEPS), *element)
 
 
 def _values(values: Sequence[float], size: int) -> str:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ...scheme import Scheme
+
+if TYPE_CHECKING:
+    from ..worked import Worked
 
 __all__ = [
     "count",
     "encodable",
+    "followed",
     "forward_times",
     "off",
     "seconds",
@@ -58,6 +64,46 @@ def encodable(text: str, encoding: str | None, *, as_json: bool = False) -> str:
         return letter
 
     return re.sub(r"[^\x00-\x7f]", plain, text)
+
+
+def followed(
+    worked: Worked, scheme: Scheme, number: Callable[[float], str]
+) -> list[tuple[str, str]]:
+    """The followed element with its numbers put in: what is computed, and how.
+
+    Args:
+        scheme: that is worked through.
+        number: writes a number.
+    """
+    steps = {step.name: step for step in worked.steps}
+    where = f"[{', '.join(map(str, worked.index))}]" if worked.index else ""
+
+    def signed(value: float) -> str:
+        return f"({number(value)})" if value < 0 else number(value)
+
+    above = number(worked.x)
+    if scheme.center:
+        above = f"({above} - {signed(worked.mean)})"
+    line = f"{above} / {worked.divides:.7g} = {number(worked.normalized)}"
+    if worked.divides == 0:
+        line = f"{above} / 0, which is taken as 0"
+    value = worked.normalized
+    if "rounded" in steps:
+        value = steps["rounded"].values[0]
+        line += f", rounded {number(value)}"
+    lines = [(f"x{where}", line)]
+    if worked.weight is not None or worked.bias is not None:
+        line = number(value)
+        if worked.weight is not None:
+            weight = signed(worked.weight)
+            if scheme.weight_offset:
+                weight = f"({scheme.weight_offset:g} + {weight})"
+            line += f" * {weight}"
+        if worked.bias is not None:
+            line += f" + {signed(worked.bias)}"
+        _, rounded_to, dtype = steps["y"].how.partition(", rounded to ")
+        lines.append((f"y{where}", f"{line} = {number(worked.y)}{rounded_to}{dtype}"))
+    return lines
 
 
 def count(number: int, word: str) -> str:
