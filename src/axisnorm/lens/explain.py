@@ -35,6 +35,7 @@ __all__ = [
     "explained",
     "finite_double",
     "group_number",
+    "holds_no_numbers",
     "input_said",
     "named_norms",
     "not_finite",
@@ -270,10 +271,10 @@ def group_number(sizes: Sizes, told: Sequence[int], index: Sequence[int]) -> int
     """The group of one element, row-major over the dimensions that the partition tells apart."""
     number = 0
     for own, place in zip(axis_dimensions(sizes), index, strict=True):
-        weight = math.prod(sizes.expanded[i] for i in own)
+        stride = math.prod(sizes.expanded[i] for i in own)
         for i in own:
-            weight //= sizes.expanded[i]
-            digit, place = divmod(place, weight)
+            stride //= sizes.expanded[i]
+            digit, place = divmod(place, stride)
             if i in told:
                 number = number * sizes.expanded[i] + digit
     return number
@@ -506,6 +507,12 @@ def type_name(tensor: Any) -> str:
     return str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch.")
 
 
+def holds_no_numbers(dtype: Any) -> bool:
+    """Whether NumPy's type is one of words, dates, records or objects."""
+    # The bfloat16 of ml_dtypes says of itself that it is a record.
+    return getattr(dtype, "kind", "f") in "OSUVMm" and dtype.name != "bfloat16"
+
+
 def finite_double(tensor: Any) -> NDArray[np.float64]:
     """A tensor of torch or NumPy in float64.
 
@@ -513,7 +520,7 @@ def finite_double(tensor: Any) -> NDArray[np.float64]:
         ArgumentError: it holds NaN or infinity, or no values at all.
         DtypeError: it is complex, or of no numbers.
     """
-    if getattr(tensor.dtype, "kind", "f") in "OSUVMm" and type_name(tensor) != "bfloat16":
+    if holds_no_numbers(tensor.dtype):
         raise DtypeError(
             "A group is worked through on real numbers. "
             f"The tensor is {type_name(tensor)}. Give numbers, or only its shape."

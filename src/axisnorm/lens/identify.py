@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..scheme import ArgumentError, DtypeError
-from .explain import not_finite
+from .explain import holds_no_numbers, not_finite
 from .identifying.evidence import Floats, double, pair_of
 from .identifying.files import SUFFIXES, arrays_of, keys_of, read
 from .identifying.fit import Given, places
@@ -121,19 +121,18 @@ def _native(array: Any) -> Any:
     return array
 
 
-def _floating(name: str, array: Any) -> str:
+def _remedy(name: str, dtype: Any) -> str:
     """What to do about an array of a type that no norm takes."""
-    dtype = array.dtype
     if getattr(dtype, "names", None):
         return f"Give one of its fields, as in {name}['{dtype.names[0]}']"
     if "complex" in str(dtype):
         return f"Give its real part, {name}.real"
-    if getattr(dtype, "kind", "") in "OSUVMm" and hasattr(dtype, "kind"):
+    if holds_no_numbers(dtype):
         return "Give numbers"
     if "qint" in str(dtype):
         return f"Give its numbers, {name}.dequantize()"
-    double = "double()" if str(dtype).startswith("torch.") else "astype('float64')"
-    return f"Convert it, as in {name}.{double}"
+    convert = "double()" if str(dtype).startswith("torch.") else "astype('float64')"
+    return f"Convert it, as in {name}.{convert}"
 
 
 def _check(arrays: dict[str, Any]) -> None:
@@ -142,14 +141,14 @@ def _check(arrays: dict[str, Any]) -> None:
             continue
         if not (hasattr(array, "dtype") and hasattr(array, "shape")):
             raise ArgumentError(
-                f"identify takes arrays of NumPy or torch. {name} is a"
-                f"{with_article(array)[1:]}. Convert it with numpy.asarray."
+                f"identify takes arrays of NumPy or torch. {name} is "
+                f"{with_article(array, begins=False)}. Convert it with numpy.asarray."
             )
         dtype = str(array.dtype).removeprefix("torch.")
         if dtype not in ("float16", "bfloat16", "float32", "float64"):
             raise DtypeError(
                 "Normalizations take and give floating numbers: float16, bfloat16, float32 or "
-                f"float64. {name} is {dtype}. {_floating(name, array)}."
+                f"float64. {name} is {dtype}. {_remedy(name, array.dtype)}."
             )
         if getattr(array, "is_sparse", False) or getattr(array, "is_meta", False):
             raise ArgumentError(

@@ -370,11 +370,12 @@ def _sizes_said(text: str) -> dict[str, int]:
     return found
 
 
-def with_article(value: object) -> str:
-    """What came, to begin a sentence with.
+def with_article(value: object, *, begins: bool = True) -> str:
+    """What came, in words that begin a sentence or stand in it.
 
-    >>> with_article(3), with_article("...")
-    ('An int', 'A str')
+    >>> with_article(3), with_article("...", begins=False)
+    ('An int', 'a str')
     """
     kind = type(value).__name__
-    return f"{'An' if kind[0].lower() in 'aeiou' else 'A'} {kind}"
+    article = "An" if kind[0].lower() in "aeiou" else "A"
+    return f"{article if begins else article.lower()} {kind}"

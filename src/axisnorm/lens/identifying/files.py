@@ -137,7 +137,7 @@ def _not_what_it_says(path: Path, kind: str, why: object) -> ArgumentError:
 def _pickled(path: Path, what: str) -> ArgumentError:
     return ArgumentError(
         f"Pickled objects can run any code, so they are not loaded. '{path}' has {what}. "
-        "Save plain arrays; a file that you trust identify reads with --allow-pickle."
+        "Save plain arrays, or, if you trust the file, run identify with --allow-pickle."
     )
 
 
