@@ -28,8 +28,8 @@ __all__ = ["main"]
 
 
 _STATUS = (
-    "Exit status: 0 fine; 1 with --strict of audit, something was found; 2 wrong use or bad input, "
-    "with one line on standard error; 130 interrupted. With 2 and 130 no file is written."
+    "Exit status: 0 fine;{} 2 wrong use or bad input, with one line on standard error; "
+    "130 interrupted. With 2 and 130 no file is written."
 )
 
 
@@ -43,7 +43,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = _Parser(
-        prog="axisnorm", description="Say what normalizations compute.", epilog=_STATUS
+        prog="axisnorm",
+        description="Say what normalizations compute.",
+        epilog=_STATUS.format(" 1 with --strict of audit, something was found;"),
     )
     parser.add_argument("--version", action="version", version=f"axisnorm {axisnorm.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -65,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run = module.execute
         options = parser.parse_args(given)
         assert run is not None
+        if sys.stdout is None:
+            raise ArgumentError("The result cannot be printed: standard output is closed.")
         targets = _targets(options)
         result, status = run(options)
         text = result.to_json() if options.json else result.to_text()
@@ -78,9 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--traceback" in given:
             raise
         _say(given, _one_line(error))
-        return 2
-    if sys.stdout is None:
-        _say(given, "The result cannot be printed: standard output is closed.")
         return 2
     try:
         print(encodable(text, sys.stdout.encoding, as_json=options.json), flush=True)
@@ -119,10 +120,7 @@ def _options(command: argparse.ArgumentParser, drawn: bool) -> None:
     else:
         command.set_defaults(html=None, figure=None)
     command.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    command.epilog = (
-        "Exit status: 0 fine; 2 wrong use or bad input, with one line on standard error; 130 "
-        "interrupted. With 2 and 130 no file is written."
-    )
+    command.epilog = _STATUS.format("")
 
 
 def _targets(options: argparse.Namespace) -> dict[str, Path]:
