@@ -281,8 +281,8 @@ def test_a_batch_norm_is_the_batch_norm():
         (np.array([[None, 1.0]]), "The tensor is object"),
         (np.zeros((1, 2), "M8[s]"), "Give numbers"),
         (np.zeros((1, 2), [("a", "f4")]), "Give numbers"),
-        (torch.zeros(1, 2, device="meta"), "a dense tensor with values"),
-        (torch.zeros(1, 2).to_sparse(), "a dense tensor with values"),
+        (torch.zeros(1, 2, device="meta"), "This one has none"),
+        (torch.zeros(1, 2).to_sparse(), "This one is sparse_coo"),
     ],
     ids=lambda value: str(getattr(value, "dtype", value)),
 )

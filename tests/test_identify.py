@@ -950,7 +950,6 @@ def test_a_weight_for_each_element_of_a_sample(text, dtype):
 
 
 def test_careless_arithmetic_of_a_half_type_needs_no_weights():
-    random = np.random.default_rng(0)
     for seed in range(4):
         random = np.random.default_rng(seed)
         x = torch.tensor(1.5 * random.normal(size=(6, 8, 5, 7)) + 1).to(torch.float16)
@@ -973,7 +972,8 @@ def test_an_eps_in_use_that_is_clearly_nearer_comes_first(eps, center):
             best = identify(wide, forward(wide, scheme)).best
             low, high = best.eps_interval
             assert best.first is None and low <= eps <= high
-            assert best.scheme.eps == pytest.approx(eps, rel=0.05) or eps == 4e-7
+            # That no one uses is not said where one in use is as near.
+            assert eps == 4e-7 or best.scheme.eps == pytest.approx(eps, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -1013,13 +1013,7 @@ def test_a_variance_that_eps_hides_is_no_part_of_the_output(placement):
         if found.best is None:
             assert "nothing shows that a variance" in found.reason or "map" in found.reason
         else:
-            mistake = found.best.mistake
-            # Over which axes the mean is taken shows.
-            assert (
-                mistake is None
-                or mistake.code == "axes-off-by-one"
-                or (found.best.scheme.eps_placement == placement)
-            )
+            assert found.best.scheme.scale != "var"
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1e-14, 1.4e-13])

@@ -527,8 +527,9 @@ def finite_double(tensor: Any) -> NDArray[np.float64]:
         )
     layout = str(getattr(tensor, "layout", "torch.strided"))
     if getattr(tensor, "is_meta", False) or layout != "torch.strided":
+        said = "has none" if layout == "torch.strided" else f"is {layout.removeprefix('torch.')}"
         raise ArgumentError(
-            "A group is worked through on a dense tensor with values. This one has none. "
+            f"A group is worked through on a dense tensor with values. This one {said}. "
             "Make it dense, or give only its shape."
         )
     if getattr(tensor, "is_quantized", False):

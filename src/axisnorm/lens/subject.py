@@ -200,9 +200,10 @@ def known_scheme(subject: Scheme | str) -> Scheme:
         # Names are compared without their library too: 'layernorm' is near 'layer_norm'.
         last = {preset.split(".", 1)[1]: preset for preset in reversed(list(PRESETS))}
         rest = name.rpartition(".")[2]
-        near = [last[rest]] if rest in last and not _is_home(name) else (
-            difflib.get_close_matches(name, PRESETS, n=2)
-        )  # fmt: skip
+        if rest in last and not _has_presets(name.partition(".")[0]):
+            near = [last[rest]]
+        else:
+            near = difflib.get_close_matches(name, PRESETS, n=2)
         near = near or [last[word] for word in difflib.get_close_matches(name, last, n=2)]
         meant = " or ".join(f"'{preset}'" for preset in near)
         remedy = f"Did you mean {meant}?" if meant else "axisnorm.PRESETS lists them."
@@ -222,9 +223,9 @@ def known_scheme(subject: Scheme | str) -> Scheme:
         ) from error
 
 
-def _is_home(name: str) -> bool:
-    """Whether there are presets of the library or the model that a name begins with."""
-    return any(preset.startswith(f"{name.split('.')[0]}.") for preset in PRESETS)
+def _has_presets(home: str) -> bool:
+    """Whether there are presets of this library or model."""
+    return any(preset.startswith(f"{home}.") for preset in PRESETS)
 
 
 def _check_made(module: Any) -> None:
