@@ -14,7 +14,7 @@ import torch
 
 from axisnorm import Scheme, identify, reference
 from axisnorm.__main__ import main
-from axisnorm.lens.identifying.files import arrays_of, read
+from axisnorm.lens.files import arrays_of, read
 from axisnorm.scheme import ArgumentError, DtypeError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..scheme import ArgumentError
-from .identifying.files import arrays_of
+from .files import arrays_of
 from .models.norms import Audit, Norm
 from .progress import step
 from .result import Result

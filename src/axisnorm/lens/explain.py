@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .. import reference
 from .._route import Route, choose
 from ..scheme import ArgumentError, DtypeError, Scheme, Sizes
+from .files import names_a_file, read
 from .result import Result
 from .subject import Subject, is_shape, read_shape, read_subject, shape_said, sized, with_article
 from .worked import Worked, work_through
@@ -634,8 +635,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def input_said(text: str) -> Any:
     """What a command line names: a shape, or the tensor in a file."""
-    from .identifying.files import names_a_file, read
-
     return read(text) if names_a_file(text) else shape_said(text)
 
 

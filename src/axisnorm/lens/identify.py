@@ -11,8 +11,8 @@ import numpy as np
 
 from ..scheme import ArgumentError, DtypeError
 from .explain import holds_no_numbers, not_finite
+from .files import SUFFIXES, arrays_of, keys_of, read
 from .identifying.evidence import Floats, double, pair_of
-from .identifying.files import SUFFIXES, arrays_of, keys_of, read
 from .identifying.fit import Given, places
 from .identifying.identification import Candidate, Decision, Identification
 from .identifying.rivals import fitted_eps, rivals, tell_apart, tolerance

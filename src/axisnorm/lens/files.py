@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ...scheme import ArgumentError
-from ..subject import with_article
+from ..scheme import ArgumentError
+from .subject import with_article
 
 __all__ = ["SUFFIXES", "arrays_of", "keys_of", "names_a_file", "read"]
 
