@@ -295,6 +295,18 @@ def test_eight_bits_after_an_activation(code, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_eight_bits_that_clip_after_dropout(p, dtype):
+    """Outputs at the ends were held against the norm, so the dropout was said to be a mask."""
+    x = normal(64, 256, dtype=dtype)
+    y = dropout(normalized(x.float()), p)
+    most = 0.6 * y.abs().max()
+    found = identify(x, eight_bits(y.clamp(-most, most), dtype))
+    assert found.best.scheme.replace(eps=1e-5) == LAYER_NORM
+    assert found.best.afterwards[::2] == ("dropout", p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_tenths_have_one_decimal(dtype):
     x = normal(64, 128, dtype=dtype)
     best = identify(x, ((normalized(x.float()) * 10).round() / 10).to(dtype)).best

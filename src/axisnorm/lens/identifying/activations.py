@@ -27,7 +27,7 @@ LINEAR = 0.75
 """Outputs of sigmoid and tanh above this say little of their input."""
 
 STEEP, SLOPE = 0.5, 0.7
-"""Above this input no gate is flatter than this slope: a step of the output is one of the input."""
+"""Above this input the slope of no gate is smaller than this: a rounded output tells its input."""
 
 LOST = 16.0
 """So many roundings of its input an activation may lose: torch's erf in float32 loses 11."""
@@ -159,50 +159,45 @@ def seen(pair: Pair) -> Iterator[Seen]:
         return
     # The output of a norm was rounded before it went on, and functions lose some digits.
     noise = replace(pair.noise, unit=3.0 * pair.noise.unit, twice_rounded=False)
-    lowest, highest, step = float(y.min()), float(y.max()), pair.noise.quantum
-
-    def flat(slope: float) -> float:
-        """What half a step of the output is of the input, where no slope is smaller."""
-        return step / slope
-
+    # Where no slope is smaller, half a step of the output over the slope is that of the input.
+    lowest, highest, half = float(y.min()), float(y.max()), pair.noise.quantum
     if lowest >= 0:
         # Where no output comes near 1 a sigmoid is nearly exp, and tanh nearly a line.
-        if LINEAR < highest <= 1 + step and (lowest > 0 or step):
-            low = (y <= LINEAR) & (y >= (1 - LINEAR if step else 0))
+        if LINEAR < highest <= 1 + half and (lowest > 0 or half):
+            low = (y <= LINEAR) & (y >= (1 - LINEAR if half else 0))
             z = np.log(np.where(low, y, 0.5)) - np.log1p(-np.where(low, y, 0.5))
-            own = replace(noise, quantum=4.0 * noise.unit + flat(LINEAR * (1 - LINEAR)))
+            own = replace(noise, quantum=4.0 * noise.unit + half / (LINEAR * (1 - LINEAR)))
             yield Seen(_with_output(pair, z, low, own), (SIGMOID,))
         return
-    if LINEAR < max(highest, -lowest) <= 1 + step:
+    if LINEAR < max(highest, -lowest) <= 1 + half:
         middle = np.abs(y) <= LINEAR
-        own = replace(noise, unit=2.0 * noise.unit, quantum=flat(1 - LINEAR**2))
+        own = replace(noise, unit=2.0 * noise.unit, quantum=half / (1 - LINEAR**2))
         z = np.arctanh(np.where(middle, y, 0.0))
         yield Seen(_with_output(pair, z, middle, own), (TANH,))
     enough = int(below.sum()) >= ENOUGH
     found: list[Seen] = []
     for one in GATED:
         least = LOWEST[one.code]
-        off = 4 * noise.unit * abs(least) + step
+        off = 4 * noise.unit * abs(least) + half
         # Many outputs come near the lowest one: where none does it is another activation.
         if least - off <= lowest and (not enough or lowest <= 0.995 * least + off):
             open_ = above
-            if step:
+            if half:
                 open_ = y >= float(one.compute(np.asarray(STEEP)))
             z, known = _inverted(one, y, open_)
             near = SAME * noise.unit * np.abs(z)
             if found and bool((np.abs(found[-1].pair.y - z) <= near).all()):
                 found[-1] = replace(found[-1], activations=(*found[-1].activations, one))
                 continue
-            own = replace(noise, quantum=flat(SLOPE))
+            own = replace(noise, quantum=half / SLOPE)
             found.append(Seen(_with_output(pair, z, known, own), (one,)))
     yield from found
     small = float(np.abs(y[below]).mean()) < FLAT * float(y[above].mean())
-    if enough and (small or -1 - step <= lowest <= -0.5):
+    if enough and (small or -1 - half <= lowest <= -0.5):
         yield Seen(_with_output(pair, y, above, noise), (ELU,))
 
 
 def _with_output(pair: Pair, z: Floats, known: NDArray[np.bool_], noise: Noise) -> Pair:
-    known = known if pair.mask is None else known & pair.mask
     return pair.with_mask(known, statistics=False).with_output(z, noise)
 
 

@@ -104,7 +104,6 @@ def masked(pair: Pair) -> list[Later]:
     """Some outputs may have been set to zero afterwards."""
     kept = pair.y != 0
     zeros = int((~kept).sum())
-    kept = kept if pair.mask is None else kept & pair.mask
     if not MASKED <= zeros / kept.size <= 1 - MASKED:
         return []
     where = "Where it is not 0, the output"

@@ -213,7 +213,8 @@ class Pair:
         return replace(self, noise=noise)
 
     def with_mask(self, mask: NDArray[np.bool_], *, statistics: bool) -> Pair:
-        """The same data, of which some do not count, in the statistics neither where said."""
+        """The same data, of which fewer count, in the statistics neither where said."""
+        mask = mask if self.mask is None else mask & self.mask
         sums = {} if statistics else self.sums
         return replace(self, mask=mask, masked_statistics=statistics, cache={}, sums=sums)
 
