@@ -168,8 +168,8 @@ def compare(a: Any, b: Any, shape: Any) -> Comparison:
 
     Args:
         a: a :class:`~axisnorm.Scheme`, its text, a preset's name, a constructor's call as text
-            (``"GroupNorm(2, 4)"``), a norm module of ``torch.nn``
-            or ``axisnorm.nn`` (in its train or eval mode), or one of their functions
+            (``"GroupNorm(2, 4)"``), a norm module (in its train or eval mode) or a norm's class
+            of ``torch.nn`` or ``axisnorm.nn``, or one of their functions
             (:func:`functools.partial` gives it arguments).
         b: as a.
         shape: of the input of both, or an input: then both are computed on it too.
@@ -177,6 +177,7 @@ def compare(a: Any, b: Any, shape: Any) -> Comparison:
     Raises:
         ArgumentError: one of them is no normalization, or does not fit the shape; the input
             holds NaN or infinity.
+        DtypeError: the input holds no real numbers.
 
     >>> found = compare("... [d]", "b [s d]", (2, 3, 4))
     >>> found.differences[0]

@@ -204,14 +204,16 @@ def explain(subject: Any, shape_or_tensor: Any) -> Explanation:
 
     Args:
         subject: a :class:`~axisnorm.Scheme`, its text, a preset's name, a constructor's call as
-            text (``"GroupNorm(2, 4)"``), a norm module of
-            ``torch.nn`` or ``axisnorm.nn``, or one of their functions
-            (:func:`functools.partial` gives it arguments).
+            text (``"GroupNorm(2, 4)"``), a norm module or a norm's class of ``torch.nn`` or
+            ``axisnorm.nn``, or one of their functions (:func:`functools.partial` gives it
+            arguments).
         shape_or_tensor: the input's shape, or the input: then its own means and variances are
             computed and one group is worked through.
 
     Raises:
-        ArgumentError: the subject is no normalization, or does not fit the shape.
+        ArgumentError: the subject is no normalization, or does not fit the shape; the input holds
+            NaN, infinity or numbers whose squares overflow.
+        DtypeError: the input holds no real numbers.
 
     >>> explanation = explain("... [d]", (2, 3, 4))
     >>> explanation.num_groups, explanation.group_size

@@ -53,7 +53,8 @@ def read_subject(subject: Any, shape: tuple[int, ...], asker: str = "explain") -
     """Read what one of the lens's functions was given.
 
     Args:
-        subject: a Scheme, its text, a preset's name, a constructor's call, a module or a function.
+        subject: a Scheme, its text, a preset's name, a constructor's call, a module, its class or a
+            function.
         shape: of its input.
         asker: the function's name, for messages.
 

@@ -355,7 +355,7 @@ class Study:
         names = " and ".join(
             name for name, p in (("weight", given.weight), ("bias", given.bias)) if p is not None
         )
-        note = f"With the given {names} nothing fits this output. Without, it is explained."
+        note = f"With the given {names} nothing fits this output. What is said here does without."
         yield _Found(search(pair, bare), pair, (note,))
 
     def laters(self) -> Iterator[Later]:
@@ -640,10 +640,10 @@ class Study:
         return tuple(found)
 
     def says_nothing(self, best: Fit, by_chance: float) -> bool:
-        """Whether a fitted eps is all that gives the scale, in every group alike.
+        """Whether an eps is all that gives the scale, in every group alike.
 
-        Nothing is predicted then. Without a mean that is subtracted this begins where eps is a
-        larger share of the variance than ``by_chance``.
+        Nothing is predicted then. Without a mean that is subtracted this begins where a fitted eps
+        is a larger share of the variance than ``by_chance``, and is so of any that hides it.
         """
         if best.affine.fitted or best.running:
             return False
