@@ -286,6 +286,41 @@ def test_a_relu_that_is_not_alone_behind_a_norm() -> None:
         torch.testing.assert_close(given.grad, wanted.grad)
 
 
+@pytest.mark.parametrize("sums", [False, True], ids=["norm", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_what_looks_like_the_backward_of_a_relu_in_another_type(
+    dtype: torch.dtype, sums: bool
+) -> None:
+    weight, other = values((8,), seed=1), values((4, 8), seed=2).to(dtype)
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        y = axisnorm.add_layer_norm(x, x, (8,)) if sums else axisnorm.layer_norm(x, (8,), weight)
+        hidden = torch.where(torch.relu(y) <= 0, 0, other)
+        return y, hidden, torch.where(torch.relu(y) <= 0, torch.zeros_like(other), y)
+
+    wanted = run(values((4, 8)).requires_grad_())
+    found = torch.compile(run, fullgraph=True)(values((4, 8)).requires_grad_())
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "GroupNorm", "AddLayerNorm", "BatchNorm2d"])
+def test_a_relu_is_zero_where_its_float16_is(name: str) -> None:
+    make, _ = MODULES[name]
+    norm = make().half()
+    torch.nn.init.constant_(norm.weight, 2.0**-24)  # what rounds to 0 and what does not
+    given = [t.half() for t in arguments(name, 4)]
+
+    def gradients(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in given]
+        y = run(*leaves)
+        return torch.autograd.grad(y, [*leaves, norm.weight, norm.bias], torch.ones_like(y))
+
+    found = gradients(torch.compile(lambda *given: norm(*given).relu(), fullgraph=True))
+    for one, other in zip(found, gradients(lambda *given: norm(*given).relu()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @needs_direct_calls
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
 @pytest.mark.parametrize("norm", ["layer", "group", "batch", "masked", "sum"])

@@ -72,7 +72,7 @@ def _replace(where: Node, norm: Any) -> int:
         stats = outputs.get(1)
         running = others[:2] if norm.target is _NORM and others else (None, None)
         given = (x, weight, bias, mask, *running)
-    if x is None or stats is None or grad.meta["val"].shape != where.meta["val"].shape:
+    if x is None or stats is None or not _are_alike(grad, where, x):
         return 0  # no backward of this norm
     graph = where.graph
     with graph.inserting_before(where):
@@ -82,6 +82,17 @@ def _replace(where: Node, norm: Any) -> int:
     where.replace_all_uses_with(behind)
     graph.erase_node(where)
     return 1
+
+
+def _are_alike(*nodes: Node) -> bool:
+    """Whether these are of one shape and type, in which a relu's edge is seen.
+
+    In float16 y is 0 up to 2^-25, which is met where weights are small; that of bfloat16 is 2^-134.
+    """
+    first, *others = (node.meta["val"] for node in nodes)
+    return first.dtype != torch.float16 and all(
+        other.shape == first.shape and other.dtype == first.dtype for other in others
+    )
 
 
 def _is_output(node: Any, index: int | None = None) -> bool:
