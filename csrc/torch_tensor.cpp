@@ -211,11 +211,17 @@ class KeptLayout {
   bool become(const dltensor &t) {
     if (ndim == t.ndim && !memcmp(shape, t.shape, bytes(t)) && !memcmp(steps, t.strides, bytes(t)))
       return true;
-    Py_CLEAR(sizes);
-    Py_CLEAR(strides);
-    ndim = -1;
-    if (!(sizes = tuple_of(t.shape, t.ndim)) || !(strides = tuple_of(t.strides, t.ndim)))
+    // A collection of garbage during this may normalize, too, and use this place.
+    PyObject *const new_sizes = tuple_of(t.shape, t.ndim);
+    PyObject *const new_strides = new_sizes ? tuple_of(t.strides, t.ndim) : nullptr;
+    if (!new_strides) {
+      Py_XDECREF(new_sizes);
       return false;
+    }
+    Py_XDECREF(sizes);
+    Py_XDECREF(strides);
+    sizes = new_sizes;
+    strides = new_strides;
     memcpy(shape, t.shape, bytes(t));
     memcpy(steps, t.strides, bytes(t));
     ndim = t.ndim;

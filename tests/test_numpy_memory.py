@@ -116,6 +116,38 @@ def test_a_full_pool_looks_at_few_blocks_and_at_all_in_turn() -> None:
     assert sum(map(len, pool.blocks.values())) == 99
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_collections_of_garbage_during_a_search_may_allocate_too(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    depth = 0
+
+    def allocate() -> bytearray:
+        size = int(random.integers(1, 4))
+        with pool.lock:
+            block = pool.take(size)
+            if block is None:
+                block = bytearray(size)
+                if pool.make_room(size):
+                    pool.put_back(block, size)
+            else:
+                pool.put_back(block, size)
+        return block
+
+    def is_true_after_a_collection(*_: object) -> bool:
+        nonlocal depth
+        if depth < 2 and random.random() < 0.3:
+            depth += 1
+            allocate()
+            depth -= 1
+        return random.random() < 0.5
+
+    pool: Pool[bytearray] = Pool(8, is_true_after_a_collection, is_true_after_a_collection)
+    held = [allocate() for _ in range(3)]
+    for _ in range(60):
+        held[int(random.integers(3))] = allocate()
+        assert pool.kept == sum(size * len(blocks) for size, blocks in pool.blocks.items()) <= 8
+
+
 def test_small_outputs_are_numpys_own() -> None:
     assert axisnorm.layer_norm(X[:, :64].copy(), 64).base is None
     np.testing.assert_array_equal(axisnorm.layer_norm(X[:, :64], 64), WANTED)

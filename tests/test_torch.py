@@ -407,6 +407,35 @@ def test_outputs_and_gradients_are_laid_out_as_what_they_belong_to() -> None:
             assert (t.shape, t.stride(), t.dtype) == (like.shape, like.stride(), like.dtype)
 
 
+def test_a_collection_of_garbage_during_a_call_may_normalize_too() -> None:
+    shapes = [(2,) * before + (size, 2) for before in range(1, 5) for size in range(1, 6)]
+    given = [values(shape) for shape in shapes]
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            gc.disable()
+            for x in given:
+                axisnorm.layer_norm(x, 2)
+
+    thresholds = gc.get_threshold()
+    try:
+        for soon in range(1, 20):
+            for x in given:
+                gc.collect()  # tuples that are kept for reuse, too
+                Garbage()
+                gc.set_threshold(soon)
+                gc.enable()
+                axisnorm.layer_norm(x, 2)
+                gc.disable()
+            assert all(axisnorm.layer_norm(x, 2).shape == x.shape for x in given)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+
+
 @Doors
 def test_nothing_leaks(door: Door) -> None:
     x, w = values((64, 128)).requires_grad_(), values((128,), seed=1).requires_grad_()

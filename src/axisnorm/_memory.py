@@ -67,19 +67,29 @@ class Pool(Generic[Block]):
         self.blocks: dict[int, list[Block]] = {}
         self.is_usable = is_usable
         self.is_held = is_held or (lambda _: False)
-        # Reentrant, since a collection of garbage during it may normalize, too.
+        # Reentrant, since a collection of garbage during it may normalize, too: there nothing is
+        # found in a pool that is busy, and nothing kept.
         self.lock = threading.RLock()
+        self.is_busy = False
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def _renew_lock(self) -> None:
         """In a forked child, where another thread may have held it."""
         self.lock = threading.RLock()
+        self.is_busy = False
 
     def take(self, size: int) -> Block | None:
         """A free block of this size, out of the pool."""
         blocks = self.blocks.get(size)
-        if not blocks:
+        if not blocks or self.is_busy:
             return None
+        self.is_busy = True
+        try:
+            return self._take_from(blocks, size)
+        finally:
+            self.is_busy = False
+
+    def _take_from(self, blocks: list[Block], size: int) -> Block | None:
         last = len(blocks) - 1
         for look in range(min(len(blocks), 2 * LOOKS)):
             i = last - look if look < LOOKS else look - LOOKS
@@ -102,6 +112,15 @@ class Pool(Generic[Block]):
         Few are looked at, so that a full pool of blocks in use costs no more than an empty one.
         Those that stay are looked at last next time.
         """
+        if self.is_busy:
+            return False
+        self.is_busy = True
+        try:
+            return self._make_room(size)
+        finally:
+            self.is_busy = False
+
+    def _make_room(self, size: int) -> bool:
         looks = 2 * LOOKS
         for own in list(self.blocks):
             blocks = self.blocks.pop(own)
