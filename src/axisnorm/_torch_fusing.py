@@ -37,9 +37,9 @@ def _takes_activation(node: Any) -> bool:
 
 
 def _join_forward(relu: Node, y: Node) -> int:
-    if len(y.users) > 1:
-        return 0
     norm: Any = y.args[0]
+    if len(y.users) > 1 or sum(_is_output(user, 0) for user in norm.users) > 1:
+        return 0
     norm.args = (*(*norm.args, None, None)[:7], "relu")
     relu.replace_all_uses_with(y)
     relu.graph.erase_node(relu)
