@@ -414,11 +414,11 @@ void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) 
   for (; r < end; r++) forward_row<T, Center, Rounded>(job, affine, r);
 }
 
-// The norm of a sum. The rows of h are made where they are to stand, or in place of y, two at a time,
-// so that the norm finds them in the L1 cache.
 template <class T, bool Center, bool Rounded>
 void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t end);
 
+// The norm of a sum. The rows of h are made where they are to stand, or in place of y, two at a time,
+// so that the norm finds them in the L1 cache.
 template <class T, bool Center, bool Rounded>
 void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
@@ -704,13 +704,12 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
   const Of of{task};
   if (task.nest->in_order) return of.forward_in_order(unit, end);
   const int64_t parts = task.nest->measured.parts;
-  const bool singly = task.job->singly;
-  const bool known = knows_statistics(task), fetches = !known && !singly && of.fetches();
+  const bool known = knows_statistics(task), fetches = !known && of.fetches();
   const auto measure = [&](const Place &at, auto &u) {
     for (int64_t p = 0; p < parts && !known; p++) of.sum(at, u, p);
   };
   while (unit < end) {
-    const int count = (int)smaller(singly ? 1 : of.together(), end - unit);
+    const int count = (int)smaller(of.together(), end - unit);
     Place at[Of::TOGETHER];
     typename Of::Unit *u[Of::TOGETHER];
     for (int k = 0; k < count; k++) {
@@ -739,10 +738,9 @@ template <class Of> void backward_all(const Task &task, int64_t unit, int64_t en
   const Of of{task};
   const int64_t parts = task.nest->applied.parts;
   // x and the gradient have the same strides in most cases; where not, nothing is lost.
-  const bool singly = task.job->singly;
-  const bool fetches = !task.running_mean && !singly && of.fetches();
+  const bool fetches = !task.running_mean && of.fetches();
   while (unit < end) {
-    const int count = (int)smaller(singly ? 1 : of.together(), end - unit);
+    const int count = (int)smaller(of.together(), end - unit);
     Place at[Of::TOGETHER];
     typename Of::Unit *u[Of::TOGETHER];
     for (int k = 0; k < count; k++) {

@@ -109,7 +109,7 @@ template <class T> struct OfLanes {
     return u;
   }
   static int together() { return TOGETHER; }
-  bool fetches() const { return fetches_ahead<T>(nest, nest.tile * nest.applied.count); }
+  bool fetches() const { return fetches_ahead<T>(job, nest, nest.tile * nest.applied.count); }
   int64_t slot() const { return lane_slot(nest); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }

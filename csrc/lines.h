@@ -66,9 +66,10 @@ template <class T> struct OfLines {
   }
   // As many units as stay in the first cache until they are applied.
   int together() const {
-    return TOGETHER * nest.group_size * (int64_t)sizeof(T) <= 1 << 15 ? TOGETHER : 1;
+    const bool fit = TOGETHER * nest.group_size * (int64_t)sizeof(T) <= 1 << 15;
+    return fit && !job.singly ? TOGETHER : 1;
   }
-  bool fetches() const { return fetches_ahead<T>(nest, nest.group_size); }
+  bool fetches() const { return fetches_ahead<T>(job, nest, nest.group_size); }
   int64_t slot() const { return line_slot(nest); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }

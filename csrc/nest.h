@@ -106,8 +106,8 @@ inline double as_double(int32_t dtype, const void *p, int64_t i) {
 
 // Whether the next unit is to be fetched: this one leaves half of the second cache to it, and the
 // tensor is so large that it is not there already. A fifth is gained from 5 MB on, a tenth lost at 2 MB.
-template <class T> inline bool fetches_ahead(const Nest &nest, int64_t unit) {
-  return unit * (int64_t)sizeof(T) <= 1 << 19 &&
+template <class T> inline bool fetches_ahead(const Job &job, const Nest &nest, int64_t unit) {
+  return !job.singly && unit * (int64_t)sizeof(T) <= 1 << 19 &&
          nest.groups * nest.group_size * (int64_t)sizeof(T) >= 4 << 20;
 }
 

@@ -202,11 +202,7 @@ class Call {
       Py_INCREF(constants);
       return true;
     }
-    PyObject *shape = PyTuple_New(x.t.ndim);
-    for (int i = 0; shape && i < x.t.ndim; i++) {
-      PyObject *size = PyLong_FromLongLong(x.t.shape[i]);
-      if (!size || PyTuple_SetItem(shape, i, size)) Py_CLEAR(shape);
-    }
+    PyObject *shape = tuple_of(x.t.shape, x.t.ndim);
     PyObject *key = shape ? PyTuple_Pack(3, scheme, shape, affine ? Py_True : Py_False) : nullptr;
     if (key && (constants = PyDict_GetItemWithError(python.prepared, key))) Py_INCREF(constants);
     else if (key && !PyErr_Occurred()) constants = PyObject_CallObject(python.prepare, key);

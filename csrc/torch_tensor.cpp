@@ -190,8 +190,6 @@ bool read_number(PyObject *object, double &value) {
   return isfinite(value);
 }
 
-namespace {
-
 PyObject *tuple_of(const int64_t *numbers, int count) {
   PyObject *tuple = PyTuple_New(count);
   for (int i = 0; tuple && i < count; i++) {
@@ -200,6 +198,8 @@ PyObject *tuple_of(const int64_t *numbers, int count) {
   }
   return tuple;
 }
+
+namespace {
 
 // The sizes and strides of a tensor as tuples, kept for the next one.
 class KeptLayout {

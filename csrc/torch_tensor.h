@@ -85,6 +85,8 @@ inline bool same_shape(const Reading &r, const int64_t *sizes, int count) {
 inline bool same_kind(const Reading &a, const Reading &b) {
   return a.dtype == b.dtype && same_shape(a, b.t.shape, b.t.ndim);
 }
+// These numbers as a tuple. Null: an exception is set.
+PyObject *tuple_of(const int64_t *numbers, int count);
 // A finite number.
 bool read_number(PyObject *object, double &value);
 // None, or the name of an activation. False: something else.

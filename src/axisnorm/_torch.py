@@ -190,7 +190,7 @@ _CONNECTED: dict[str, Any] = {
     "empty_like": torch.empty_like,
     "large_empty_like": _torch_memory.empty_like,
     "large": _torch_memory.LEAST,
-    "empty_strided": getattr(_C._dynamo.guards, "_empty_strided_cpu", None),
+    "empty_strided": _torch_memory.empty_strided,
     "dtypes": tuple(_CODES),
     "dispatch_modes": _dispatch_modes,
     "function_mode": _C._is_torch_function_mode_enabled,

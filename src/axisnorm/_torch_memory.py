@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._memory import LEAST, Pool, limit
 
-__all__ = ["LEAST", "empty_cache", "empty_like"]
+__all__ = ["LEAST", "empty_cache", "empty_like", "empty_strided"]
 
 
 def _is_held(block: torch.UntypedStorage) -> bool:
@@ -23,14 +23,15 @@ def _is_usable(block: torch.UntypedStorage, size: int) -> bool:
     return block.nbytes() == size and not block.is_shared()
 
 
-_empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+"""(sizes, strides, dtype) -> a tensor of a processor, below the dispatcher; None in some torch."""
 
 
 def _new(x: Tensor) -> Tensor:
     """A tensor of this type without elements."""
-    if _empty_strided is None or not x.is_cpu:
+    if empty_strided is None or not x.is_cpu:
         return x.new_empty(0)
-    return _empty_strided((0,), (1,), x.dtype)  # a third of the time
+    return empty_strided((0,), (1,), x.dtype)  # a third of the time
 
 
 _pool = Pool(limit() if hasattr(torch._C, "_storage_Use_Count") else 0, _is_usable, _is_held)

@@ -17,7 +17,7 @@ from torch.autograd import Function, forward_ad
 
 from . import _route, _torch, reference
 from .reference import Inputs, checked_activation
-from .scheme import Scheme, as_scheme
+from .scheme import as_scheme
 
 __all__ = [
     "TAGS",
@@ -152,14 +152,14 @@ def _op_behind(
     activation: str,
 ) -> Tensor:
     inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
-    meaning = as_scheme(scheme)
-    sizes = _torch._check(inputs, meaning)
+    sizes = _torch._check(inputs, as_scheme(scheme))
     checked_activation(activation)
     _torch._check_memory(grad, stats, *inputs)
     _torch._check_saved(grad, x, stats, sizes)
     if _torch._route_of(inputs, sizes).engine == "native":
         return _torch._native_behind(grad, inputs, sizes, stats, activation)
-    return torch.empty_like(x).copy_(_reference_behind(grad, inputs, meaning, activation))
+    found = behind_by_reference(grad, *inputs, stats, scheme, activation)
+    return torch.empty_like(x).copy_(found)
 
 
 def _fake_behind(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
@@ -178,16 +178,10 @@ def behind_by_reference(
     scheme: str,
     activation: str,
 ) -> Tensor:
-    inputs = Inputs(x, weight, bias, mask, running_mean, running_var)
-    return _reference_behind(grad, inputs, as_scheme(scheme), activation)
-
-
-def _reference_behind(grad: Tensor, inputs: Inputs, scheme: Scheme, activation: str) -> Tensor:
-    x, weight, bias, mask, running_mean, running_var = inputs
     return reference.behind(
         grad,
         x,
-        scheme,
+        as_scheme(scheme),
         weight,
         bias,
         mask=mask,
