@@ -21,7 +21,7 @@ PACKAGE = Path(axisnorm.__file__).parent
 # Each room may import those before it; the engines never one another.
 ORDER = ("scheme", "presets", "reference", "_build", "_route", "_memory", "_numpy_memory",
          "_numpy", "_torch_memory", "_onnx", "_torch", "_torch_fusing", "_torch_inductor", "_torch_ops",
-         "_torch_graph", "_torch_residual", "functional", "nn", "onnx", "lens", "__main__")  # fmt: skip
+         "_torch_residual", "_torch_graph", "functional", "nn", "onnx", "lens", "__main__")  # fmt: skip
 
 
 def run(code: str, **environment: str) -> str:

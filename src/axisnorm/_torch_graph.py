@@ -1,35 +1,25 @@
 """What compilers see in place of the short way: the operator, by as few steps as will do.
 
 torch.compile guards everything that it meets on the way, and checks that at each call: the steps of
-the long way cost more than a small norm. As the short way these functions return None for what they
-are not sure of. A number is written by an f-string and by float or int, which makes a constant of
-one that the compiler holds for a variable.
+the long way cost more than a small norm. It does not guard what a function finds in its closure, so
+these stand in another function, which has all that they use as its variables. As the short way they
+return None for what they are not sure of. A number is written by an f-string and by float or int,
+which makes a constant of one that the compiler holds for a variable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import (
-    _route,
-    _torch,
-    _torch_ops,
-)
-from ._torch import activate, split
+from . import _route, _torch, _torch_ops, _torch_residual
 from .reference import ACTIVATIONS
 from .scheme import trailing_names
 
-__all__ = ["add_layer_norm", "add_rms_norm", "substitute"]
-
-_has_torch_function = torch.overrides.has_torch_function
-_is_exporting = torch.onnx.is_in_onnx_export
-_norm = torch.ops.axisnorm.norm_fwd.default
-_train = torch.ops.axisnorm.norm_train_fwd.default
-_strided = torch.strided
+__all__ = ["substitute"]
 
 _TRAILING = tuple(
     f"... [{names}]; affine={names}; "
@@ -45,194 +35,213 @@ _CHANNELS = {
 """The axes of other norms, but for GroupNorm's."""
 
 
-def layer_norm(
-    x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any
-) -> Tensor | None:
-    """What ``short_layer_norm`` is."""
-    if not _is_known(activation) or not _is_usual(x, weight, bias, eps):
-        return None
-    axes = _trailing(x, normalized_shape)
-    if axes is None:
-        return None
-    return _activated_norm(x, weight, bias, f"{axes}eps={float(eps)!r}", activation)
+class Seen(NamedTuple):
+    """The functions, each for the short one of its name."""
+
+    layer_norm: Callable[..., Tensor | None]
+    rms_norm: Callable[..., Tensor | None]
+    channel_norm: Callable[..., Tensor | None]
+    add_layer_norm: Callable[..., Any]
+    add_rms_norm: Callable[..., Any]
 
 
-def rms_norm(
-    x: Any,
-    normalized_shape: Any,
-    weight: Any,
-    eps: Any,
-    weight_offset: Any,
-    rounding: Any,
-    activation: Any,
-) -> Tensor | None:
-    """What ``short_rms_norm`` is."""
-    if not _is_known(activation):
-        return None
-    text = _rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
-    return None if text is None else _activated_norm(x, weight, None, text, activation)
+def _seen() -> Seen:
+    ops = torch.ops.axisnorm
+    norm, train, add = (op.default for op in (ops.norm_fwd, ops.norm_train_fwd, ops.add_norm_fwd))
+    trailing, channel_axes, activations = _TRAILING, _CHANNELS, ACTIVATIONS
+    group, batch_norm = _route.GROUP, _route.BATCH
+    split, activate = _torch.split, _torch.activate
+    has_torch_function = torch.overrides.has_torch_function
+    is_exporting = torch.onnx.is_in_onnx_export
+    strided = torch.strided
+    tensor = Tensor
+    is_instance, has_attribute, length = isinstance, hasattr, len
+    real, whole, sequence = float, int, tuple
 
-
-def _rms_text(
-    x: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any
-) -> str | None:
-    if not _is_usual(x, weight, None, 0.0 if eps is None else eps):
-        return None
-    if not isinstance(weight_offset, float) or not -1e300 < weight_offset < 1e300:
-        return None
-    axes = _trailing(x, normalized_shape)
-    if axes is None or rounding not in ("once", "before_affine"):
-        return None
-    epsilon = "none" if eps is None else f"{float(eps)!r}"
-    text = f"{axes}center=false; eps={epsilon}; weight_offset={float(weight_offset)!r}"
-    return f"{text}; rounding={rounding}"
-
-
-def add_layer_norm(
-    x: Any,
-    residual: Any,
-    normalized_shape: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    dropout_p: Any,
-    training: Any,
-    prenorm: Any,
-) -> Any:
-    """What ``short_add_layer_norm`` is, where nothing is dropped."""
-    if training and dropout_p:
-        return None
-    if not _is_usual(x, weight, bias, eps) or not _is_like(residual, x):
-        return None
-    axes = _trailing(x, normalized_shape)
-    if axes is None:
-        return None
-    return _sum(x, residual, weight, bias, f"{axes}eps={float(eps)!r}", prenorm)
-
-
-def add_rms_norm(
-    x: Any,
-    residual: Any,
-    normalized_shape: Any,
-    weight: Any,
-    eps: Any,
-    weight_offset: Any,
-    rounding: Any,
-    dropout_p: Any,
-    training: Any,
-    prenorm: Any,
-) -> Any:
-    """What ``short_add_rms_norm`` is, where nothing is dropped."""
-    if training and dropout_p:
-        return None
-    text = _rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
-    if text is None or not _is_like(residual, x):
-        return None
-    return _sum(x, residual, weight, None, text, prenorm)
-
-
-def channel_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    kind: int,
-    groups: Any,
-    eps: Any,
-    running_mean: Any,
-    running_var: Any,
-    batch: Any,
-    momentum: Any,
-    activation: Any,
-) -> Tensor | None:
-    """What ``short_channel_norm`` is."""
-    if not _is_known(activation) or not _is_usual(x, weight, bias, eps) or x.dim() < 2:
-        return None
-    if kind == _route.GROUP:
-        if not isinstance(groups, int) or groups < 1:
+    def layer_norm(
+        x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any
+    ) -> Tensor | None:
+        """What ``short_layer_norm`` is."""
+        if not is_known(activation) or not is_usual(x, weight, bias, eps):
             return None
-        axes = f"n (g={int(groups)} [c]) [...]; affine=g c; "
-    else:
-        axes = _CHANNELS[kind]
-    text = f"{axes}eps={float(eps)!r}"
-    if batch is True and kind == _route.BATCH and x.numel() == x.shape[1]:
-        return None  # an error
-    if running_mean is None and running_var is None and batch is True:
-        return _activated_norm(x, weight, bias, text, activation)
-    if not isinstance(running_mean, Tensor) or not isinstance(running_var, Tensor):
-        return None
-    if batch is False:
-        text = f"{text}; statistics=running"
-        return _activated_norm(x, weight, bias, text, activation, running_mean, running_var)
-    if batch is not True or not isinstance(momentum, float) or not -1e300 < momentum < 1e300:
-        return None
-    text = f"{text}; momentum={float(momentum)!r}"
-    fused, behind = split(activation)
-    y, _, mean, var = _train(x, weight, bias, None, text, running_mean, running_var, fused)
-    running_mean.copy_(mean)
-    running_var.copy_(var)
-    return activate(y, behind)
+        axes = trailing_axes(x, normalized_shape)
+        if axes is None:
+            return None
+        return activated_norm(x, weight, bias, f"{axes}eps={real(eps)!r}", activation)
 
+    def rms_norm(
+        x: Any,
+        normalized_shape: Any,
+        weight: Any,
+        eps: Any,
+        weight_offset: Any,
+        rounding: Any,
+        activation: Any,
+    ) -> Tensor | None:
+        """What ``short_rms_norm`` is."""
+        if not is_known(activation):
+            return None
+        text = rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
+        return None if text is None else activated_norm(x, weight, None, text, activation)
 
-def _activated_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    text: str,
-    activation: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-) -> Tensor:
-    fused, behind = split(activation)
-    y = _norm(x, weight, bias, None, text, running_mean, running_var, fused)[0]
-    return activate(y, behind)
+    def rms_text(
+        x: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any
+    ) -> str | None:
+        if not is_usual(x, weight, None, 0.0 if eps is None else eps):
+            return None
+        if not is_instance(weight_offset, real) or not -1e300 < weight_offset < 1e300:
+            return None
+        axes = trailing_axes(x, normalized_shape)
+        if axes is None or rounding not in ("once", "before_affine"):
+            return None
+        epsilon = "none" if eps is None else f"{real(eps)!r}"
+        text = f"{axes}center=false; eps={epsilon}; weight_offset={real(weight_offset)!r}"
+        return f"{text}; rounding={rounding}"
 
+    def add_layer_norm(
+        x: Any,
+        residual: Any,
+        normalized_shape: Any,
+        weight: Any,
+        bias: Any,
+        eps: Any,
+        dropout_p: Any,
+        training: Any,
+        prenorm: Any,
+    ) -> Any:
+        """What ``short_add_layer_norm`` is, where nothing is dropped."""
+        if training and dropout_p:
+            return None
+        if not is_usual(x, weight, bias, eps) or not is_like(residual, x):
+            return None
+        axes = trailing_axes(x, normalized_shape)
+        if axes is None:
+            return None
+        return norm_of_sum(x, residual, weight, bias, f"{axes}eps={real(eps)!r}", prenorm)
 
-def _is_known(activation: Any) -> bool:
-    return activation is None or activation in ACTIVATIONS
+    def add_rms_norm(
+        x: Any,
+        residual: Any,
+        normalized_shape: Any,
+        weight: Any,
+        eps: Any,
+        weight_offset: Any,
+        rounding: Any,
+        dropout_p: Any,
+        training: Any,
+        prenorm: Any,
+    ) -> Any:
+        """What ``short_add_rms_norm`` is, where nothing is dropped."""
+        if training and dropout_p:
+            return None
+        text = rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
+        if text is None or not is_like(residual, x):
+            return None
+        return norm_of_sum(x, residual, weight, None, text, prenorm)
 
+    def channel_norm(
+        x: Any,
+        weight: Any,
+        bias: Any,
+        kind: int,
+        groups: Any,
+        eps: Any,
+        running_mean: Any,
+        running_var: Any,
+        batch: Any,
+        momentum: Any,
+        activation: Any,
+    ) -> Tensor | None:
+        """What ``short_channel_norm`` is."""
+        if not is_known(activation) or not is_usual(x, weight, bias, eps) or x.dim() < 2:
+            return None
+        if kind == group:
+            if not is_instance(groups, whole) or groups < 1:
+                return None
+            axes = f"n (g={whole(groups)} [c]) [...]; affine=g c; "
+        else:
+            axes = channel_axes[kind]
+        text = f"{axes}eps={real(eps)!r}"
+        if batch is True and kind == batch_norm and x.numel() == x.shape[1]:
+            return None  # an error
+        if running_mean is None and running_var is None and batch is True:
+            return activated_norm(x, weight, bias, text, activation)
+        if not is_instance(running_mean, tensor) or not is_instance(running_var, tensor):
+            return None
+        if batch is False:
+            text = f"{text}; statistics=running"
+            return activated_norm(x, weight, bias, text, activation, running_mean, running_var)
+        if batch is not True or not is_instance(momentum, real) or not -1e300 < momentum < 1e300:
+            return None
+        text = f"{text}; momentum={real(momentum)!r}"
+        fused, behind = (None, None) if activation is None else split(activation)
+        y, _, mean, var = train(x, weight, bias, None, text, running_mean, running_var, fused)
+        running_mean.copy_(mean)
+        running_var.copy_(var)
+        return y if behind is None else activate(y, behind)
 
-def _is_usual(x: Any, weight: Any, bias: Any, eps: Any) -> bool:
-    """Whether these are plain tensors of a processor, and a number."""
-    # No class is compared: that Tensor is the same object under two names would be guarded, too.
-    return (
-        isinstance(x, Tensor)
-        and (weight is None or isinstance(weight, Tensor))
-        and (bias is None or isinstance(bias, Tensor))
-        and not _has_torch_function((x, weight, bias))
-        and x.is_cpu
-        and x.layout == _strided
-        and x.is_floating_point()
-        and not hasattr(x, "device_mesh")
-        and isinstance(eps, float)
-        and -1e300 < eps < 1e300
-        and not _is_exporting()
-    )
+    def activated_norm(
+        x: Any,
+        weight: Any,
+        bias: Any,
+        text: str,
+        activation: Any,
+        running_mean: Any = None,
+        running_var: Any = None,
+    ) -> Tensor:
+        fused, behind = (None, None) if activation is None else split(activation)
+        y = norm(x, weight, bias, None, text, running_mean, running_var, fused)[0]
+        return y if behind is None else activate(y, behind)
 
+    def is_known(activation: Any) -> bool:
+        return activation is None or activation in activations
 
-def _is_like(residual: Any, x: Tensor) -> bool:
-    """Whether these two are added by the operator: of one shape, type and device."""
-    return (
-        isinstance(residual, Tensor)
-        and not _has_torch_function((residual,))
-        and residual.is_cpu
-        and residual.layout == _strided
-        and residual.dtype == x.dtype
-        and residual.shape == x.shape
-        and not hasattr(residual, "device_mesh")
-    )
+    def is_usual(x: Any, weight: Any, bias: Any, eps: Any) -> bool:
+        """Whether these are plain tensors of a processor, and a number."""
+        # No class is compared: that Tensor is one object under two names would be guarded, too.
+        return (
+            is_instance(x, tensor)
+            and (weight is None or is_instance(weight, tensor))
+            and (bias is None or is_instance(bias, tensor))
+            and not has_torch_function((x, weight, bias))
+            and x.is_cpu
+            and x.layout == strided
+            and x.is_floating_point()
+            and not has_attribute(x, "device_mesh")
+            and is_instance(eps, real)
+            and -1e300 < eps < 1e300
+            and not is_exporting()
+        )
 
+    def is_like(residual: Any, x: Tensor) -> bool:
+        """Whether these two are added by the operator: of one shape, type and device."""
+        return (
+            is_instance(residual, tensor)
+            and not has_torch_function((residual,))
+            and residual.is_cpu
+            and residual.layout == strided
+            and residual.dtype == x.dtype
+            and residual.shape == x.shape
+            and not has_attribute(residual, "device_mesh")
+        )
 
-def _sum(x: Tensor, residual: Tensor, weight: Any, bias: Any, text: str, prenorm: Any) -> Any:
-    add = torch.ops.axisnorm.add_norm_fwd.default
-    y, h, _ = add(x, residual, weight, bias, None, 0.0, text)
-    return (y, h) if prenorm else y
+    def norm_of_sum(
+        x: Tensor, residual: Tensor, weight: Any, bias: Any, text: str, prenorm: Any
+    ) -> Any:
+        y, h, _ = add(x, residual, weight, bias, None, 0.0, text)
+        return (y, h) if prenorm else y
 
+    def trailing_axes(x: Tensor, shape: Any) -> str | None:
+        """The axes of a norm over the trailing axes, if x ends in ``shape``."""
+        if (
+            not is_instance(shape, sequence)
+            or not 1 <= length(shape) <= 8
+            or x.dim() < length(shape)
+        ):
+            return None
+        return trailing[length(shape) - 1] if sequence(x.shape[-length(shape) :]) == shape else None
 
-def _trailing(x: Tensor, shape: Any) -> str | None:
-    """The axes of a norm over the trailing axes, if x ends in ``shape``."""
-    if not isinstance(shape, tuple) or not 1 <= len(shape) <= 8 or x.dim() < len(shape):
-        return None
-    return _TRAILING[len(shape) - 1] if tuple(x.shape[-len(shape) :]) == shape else None
+    return Seen(layer_norm, rms_norm, channel_norm, add_layer_norm, add_rms_norm)
 
 
 def substitute(short: Callable[..., Any], seen: Callable[..., Any]) -> None:
@@ -241,7 +250,10 @@ def substitute(short: Callable[..., Any], seen: Callable[..., Any]) -> None:
         torch.compiler.substitute_in_graph(short, skip_signature_check=True)(seen)
 
 
-substitute(_torch.short_layer_norm, layer_norm)
-substitute(_torch.short_rms_norm, rms_norm)
-substitute(_torch.short_channel_norm, channel_norm)
+_functions = _seen()
+substitute(_torch.short_layer_norm, _functions.layer_norm)
+substitute(_torch.short_rms_norm, _functions.rms_norm)
+substitute(_torch.short_channel_norm, _functions.channel_norm)
+substitute(_torch_residual.short_add_layer_norm, _functions.add_layer_norm)
+substitute(_torch_residual.short_add_rms_norm, _functions.add_rms_norm)
 substitute(_torch_ops.short_normalize, _torch._nothing)

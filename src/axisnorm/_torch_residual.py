@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import _onnx, _route, _torch, _torch_graph, _torch_memory, _torch_ops, reference
+from . import _onnx, _route, _torch, _torch_memory, _torch_ops, reference
 from .reference import Inputs, checked_activation
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
@@ -583,7 +583,5 @@ if _torch._is_connected:
     )
     short_add_layer_norm = _native.short_add_layer_norm
     short_add_rms_norm = _native.short_add_rms_norm
-    _torch_graph.substitute(short_add_layer_norm, _torch_graph.add_layer_norm)
-    _torch_graph.substitute(short_add_rms_norm, _torch_graph.add_rms_norm)
     if hasattr(_ShortAddNorm, "_backward_cls"):
         _native.quicken_add(_ShortAddNorm._backward_cls)

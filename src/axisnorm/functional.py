@@ -724,7 +724,7 @@ def _load_torch() -> Any:
     global _torch_engine, _short_layer_norm, _short_rms_norm, _short_channel_norm
     global _torch_sum, _short_add_layer_norm, _short_add_rms_norm, _short_normalize
     if _torch_engine is None and sys.modules.get("torch") is not None:
-        from . import _torch, _torch_ops, _torch_residual
+        from . import _torch, _torch_graph, _torch_ops, _torch_residual  # noqa: F401
 
         _short_layer_norm = _torch.short_layer_norm
         _short_rms_norm = _torch.short_rms_norm
