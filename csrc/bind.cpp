@@ -72,11 +72,11 @@ std::optional<std::string> forward(nb::bytes packed, const Given &x, const Given
   if ((problem.has_mask = mask.first)) axes.set(problem, mask, &axisnorm::Axis::mask);
   if ((problem.has_grad = grad.first)) axes.set(problem, grad, &axisnorm::Axis::grad);
   problem.has_running = running_mean;
-  const axisnorm::Plan plan = axisnorm::make_plan(problem);
-  if (plan.refused) return plan.refused;
+  const auto plan = axisnorm::plan_for(problem);
+  if (plan->refused) return plan->refused;
   Job job = {};
   Task task = {};
-  set_constants(constants, job, task, (double)plan.nest.group_size);
+  set_constants(constants, job, task, (double)plan->nest.group_size);
   job.activation = activation;
   job.x = (const void *)x.first;
   job.y = (void *)y.first;
@@ -90,7 +90,7 @@ std::optional<std::string> forward(nb::bytes packed, const Given &x, const Given
   task.running_var = (const void *)running_var;
   task.count = (double *)count;
   nb::gil_scoped_release release;
-  axisnorm::forward(plan, job, task);
+  axisnorm::forward(*plan, job, task);
   return {};
 }
 
@@ -107,11 +107,11 @@ std::optional<std::string> backward(nb::bytes packed, const Given &grad, const G
   if ((problem.has_dx = dx.first)) axes.set(problem, dx, &axisnorm::Axis::dx);
   if ((problem.has_mask = mask.first)) axes.set(problem, mask, &axisnorm::Axis::mask);
   problem.has_running = running_mean;
-  const axisnorm::Plan plan = axisnorm::make_plan(problem);
-  if (plan.refused) return plan.refused;
+  const auto plan = axisnorm::plan_for(problem);
+  if (plan->refused) return plan->refused;
   Job job = {};
   Task task = {};
-  set_constants(constants, job, task, (double)plan.nest.group_size);
+  set_constants(constants, job, task, (double)plan->nest.group_size);
   job.grad = (const void *)grad.first;
   job.x = (const void *)x.first;
   job.dx = (void *)dx.first;
@@ -124,7 +124,7 @@ std::optional<std::string> backward(nb::bytes packed, const Given &grad, const G
   task.running_mean = (const void *)running_mean;
   task.running_var = (const void *)running_var;
   nb::gil_scoped_release release;
-  axisnorm::backward(plan, job, task);
+  axisnorm::backward(*plan, job, task);
   return {};
 }
 
@@ -135,8 +135,8 @@ std::string loops(nb::bytes packed, const std::vector<int64_t> &strides, bool ma
   axes.set(problem, {1, strides}, &axisnorm::Axis::x);
   if ((problem.has_mask = masked)) axes.set(problem, {1, strides}, &axisnorm::Axis::mask);
   problem.has_running = running;
-  const axisnorm::Plan plan = axisnorm::make_plan(problem);
-  return plan.refused ? plan.refused : plan.rows ? "rows" : plan.nest.lanes ? "lanes" : "lines";
+  const auto plan = axisnorm::plan_for(problem);
+  return plan->refused ? plan->refused : plan->rows ? "rows" : plan->nest.lanes ? "lanes" : "lines";
 }
 
 // Moves running statistics; see norm.h.

@@ -63,8 +63,6 @@ void join(Lines &lines) {
   lines.per_part = lines.count;
 }
 
-}  // namespace
-
 Plan make_plan(const Problem &problem) {
   Plan plan = {};
   Nest &nest = plan.nest;
@@ -286,6 +284,39 @@ Plan make_plan(const Problem &problem) {
   // Whether rows lie one stride apart may depend on how many there are; their bits do not.
   if (row && affine) join(nest.measured), join(nest.applied);
   return plan;
+}
+
+bool is_same(const Axis &a, const Axis &b) {
+  return a.size == b.size && a.reduced == b.reduced && a.affine == b.affine &&
+         a.running == b.running && a.x == b.x && a.y == b.y && a.grad == b.grad && a.dx == b.dx &&
+         a.mask == b.mask;
+}
+bool is_same(const Problem &a, const Problem &b) {
+  return a.axes == b.axes && a.has_y == b.has_y && a.has_grad == b.has_grad &&
+         a.has_dx == b.has_dx && a.has_mask == b.has_mask && a.has_running == b.has_running &&
+         std::equal(a.axis, a.axis + a.axes, b.axis,
+                    [](const Axis &of_a, const Axis &of_b) { return is_same(of_a, of_b); });
+}
+
+size_t place_of(const Problem &problem, size_t places) {
+  uint64_t hash = problem.has_grad * 2 + problem.has_y;
+  for (int i = 0; i < problem.axes; i++)
+    hash = (hash + (uint64_t)problem.axis[i].size) * 0x9e3779b97f4a7c15;
+  return hash >> 32 & (places - 1);
+}
+
+}  // namespace
+
+std::shared_ptr<const Plan> plan_for(const Problem &problem) {
+  struct Kept {
+    Problem problem;
+    Plan plan;
+  };
+  thread_local std::shared_ptr<const Kept> last[32];
+  std::shared_ptr<const Kept> &kept = last[place_of(problem, 32)];
+  if (!kept || !is_same(kept->problem, problem))
+    kept = std::make_shared<const Kept>(Kept{problem, make_plan(problem)});
+  return {kept, &kept->plan};
 }
 
 void set_rows(const Plan &plan, Job &job) {

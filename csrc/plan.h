@@ -1,5 +1,7 @@
 // From the axes of a scheme and the strides of the tensors to the loops of norm.h.
 #pragma once
+#include <memory>
+
 #include "norm.h"
 
 namespace axisnorm {
@@ -33,8 +35,9 @@ struct Plan {
   const char *refused;  // why there is no plan, else null
 };
 
-// Where `refused` starts with "copy", a copy of x with the strides of y helps.
-Plan make_plan(const Problem &problem);
+// Where `refused` starts with "copy", a copy of x with the strides of y helps. The plans that a thread
+// asked for last are kept: making one takes longer than normalizing a few rows.
+std::shared_ptr<const Plan> plan_for(const Problem &problem);
 
 // The sizes and steps of plain rows.
 void set_rows(const Plan &plan, Job &job);

@@ -222,12 +222,12 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   c.problem.has_y = true;
   c.problem.has_running = given;
   set_strides(c, strides, &axisnorm::Axis::y);
-  const axisnorm::Plan plan = axisnorm::make_plan(c.problem);
-  if (plan.refused) {
+  const auto plan = axisnorm::plan_for(c.problem);
+  if (plan->refused) {
     Py_DECREF(y);
     return unsure();
   }
-  const Nest &nest = plan.nest;
+  const Nest &nest = plan->nest;
   c.job.divisor = (double)nest.group_size;
   PyObject *stats = nullptr, *moments = nullptr, *result = nullptr;
   bool fine = true;
@@ -246,7 +246,7 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
     fine = moments != nullptr;
     if (fine) c.job.var = (double *)PyBytes_AsString(moments);
   }
-  fine = fine && run([&] { axisnorm::forward(plan, c.job, c.task); }, c.x.size);
+  fine = fine && run([&] { axisnorm::forward(*plan, c.job, c.task); }, c.x.size);
   if (fine && gradient) {
     result = noted(args, y, PyTuple_Pack(7, stats, args[BIAS], args[KIND], args[GROUPS],
                                          args[CHANNEL_EPS], given ? Py_True : Py_False, args[10]));
@@ -325,14 +325,14 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
     c.task.running_mean_dtype = c.task.running_var_dtype = F64;
   }
   // False: there is no plan, or the statistics are others.
-  const auto planned = [&](Channels &norm, axisnorm::Plan &plan) {
-    plan = axisnorm::make_plan(norm.problem);
-    norm.job.divisor = (double)plan.nest.group_size;
+  std::shared_ptr<const axisnorm::Plan> plan;
+  const auto is_planned = [&](Channels &norm) {
+    plan = axisnorm::plan_for(norm.problem);
+    norm.job.divisor = (double)plan->nest.group_size;
     const int64_t size = given ? 2 * c.channels * 8
-                               : 3 * plan.nest.groups * (c.x.dtype == F64 ? 8 : 4);
-    return !plan.refused && PyBytes_Size(stats) == size;
+                               : 3 * plan->nest.groups * (c.x.dtype == F64 ? 8 : 4);
+    return !plan->refused && PyBytes_Size(stats) == size;
   };
-  axisnorm::Plan plan;
   PyObject *behind = nullptr;  // the gradient of what is activated
   if (c.job.activation) {
     Channels norm = c;
@@ -340,8 +340,8 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
     if (!behind) return nullptr;
     norm.problem.has_y = true;
     set_strides(norm, grad_strides, &axisnorm::Axis::y);
-    const bool known = planned(norm, plan);
-    if (!known || !run([&] { axisnorm::forward(plan, norm.job, norm.task); }, c.x.size)) {
+    const bool known = is_planned(norm);
+    if (!known || !run([&] { axisnorm::forward(*plan, norm.job, norm.task); }, c.x.size)) {
       Py_DECREF(behind);
       return known ? nullptr : unsure();
     }
@@ -360,9 +360,9 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
   PyObject *result = nullptr;
   if (fine) {
     if ((c.problem.has_dx = c.job.dx)) set_strides(c, strides, &axisnorm::Axis::dx);
-    if (!planned(c, plan)) {
+    if (!is_planned(c)) {
       result = unsure();
-    } else if (run([&] { axisnorm::backward(plan, c.job, c.task); }, c.x.size)) {
+    } else if (run([&] { axisnorm::backward(*plan, c.job, c.task); }, c.x.size)) {
       PyObject *all[3];
       for (int i = 0; i < 3; i++) all[i] = results[i] ? results[i] : Py_None;
       result = PyTuple_Pack(4, all[0], all[1], all[2], Py_None);

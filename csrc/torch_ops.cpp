@@ -84,7 +84,7 @@ class Call {
  public:
   Reading x;
   axisnorm::Problem problem;
-  axisnorm::Plan plan;
+  std::shared_ptr<const axisnorm::Plan> plan;
   Job job = {};
   Task task = {};
   int64_t groups;
@@ -127,9 +127,9 @@ class Call {
 
   // False: there is no plan for these strides.
   bool make_plan() {
-    plan = axisnorm::make_plan(problem);
-    job.divisor = axisnorm::divisor((double)plan.nest.group_size, task.correction);
-    return !plan.refused;
+    plan = axisnorm::plan_for(problem);
+    job.divisor = axisnorm::divisor((double)plan->nest.group_size, task.correction);
+    return !plan->refused;
   }
 
   // Statistics that are there. False: something else.
@@ -252,7 +252,7 @@ PyObject *op_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   PyObject *y = new_output(call, args[0]), *stats = nullptr, *result = nullptr;
   if (!y) return by_python(python.forward, args, count);
   if ((stats = call.new_stats(args[0])) &&
-      run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size))
+      run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size))
     result = PyTuple_Pack(2, y, stats);
   Py_DECREF(y);
   Py_XDECREF(stats);
@@ -276,7 +276,7 @@ PyObject *short_normalize(PyObject *, PyObject *const *args, Py_ssize_t count) {
   call.problem.has_running = args[4] != Py_None;
   PyObject *y = new_output(call, args[0]);
   if (!y) return PyErr_Occurred() ? nullptr : unsure();
-  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) Py_CLEAR(y);
+  if (!run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size)) Py_CLEAR(y);
   return y;
 }
 
@@ -290,19 +290,16 @@ bool read_target(Call &call, PyObject *tensor, void *&place, int64_t axisnorm::A
   return true;
 }
 
-// Whether none of these keeps its elements with the opposite sign. An operator gets none from the
-// dispatcher; compiled programs pass on what they are given.
-bool all_positive(PyObject *const *args, Py_ssize_t count) {
-  for (Py_ssize_t i = 0; i < count; i++)
-    if (is_exact(args[i]) && !is_positive(args[i])) return false;
-  return true;
-}
+// Whether this gradient does not keep its elements with the opposite sign. An operator gets no such
+// tensor from the dispatcher. Compiled programs pass on what they are given: of their inputs none is
+// such a one, for which they are compiled anew, but the gradients of their outputs may be.
+bool is_readable(PyObject *grad) { return !is_exact(grad) || is_positive(grad); }
 
 // op_forward_into(x, weight, bias, mask, scheme, running_mean, running_var, activation, y, stats or
 // None) -> None
 PyObject *op_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
-  if (count != 10 || !all_positive(args, 7) || !read_activation(args[7], call.job.activation) ||
+  if (count != 10 || !read_activation(args[7], call.job.activation) ||
       !call.read(args[0], args[1], args[2], args[3], args[5], args[6], args[4]) ||
       (call.constant(USES_RUNNING) == Py_True) != (args[5] != Py_None) ||
       !read_target(call, args[8], call.job.y, &axisnorm::Axis::y) ||
@@ -312,7 +309,7 @@ PyObject *op_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   call.problem.has_y = true;
   if (!call.make_plan()) return by_python(python.forward_into, args, count);
   call.clear_stats();
-  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) return nullptr;
+  if (!run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -352,10 +349,10 @@ bool read_train(Call &call, Running &running, Task &given, PyObject *const *args
 // Normalizes, and moves the running statistics. `moments` has room for a double a group. False: an
 // exception is set.
 bool train(Call &call, Running &running, PyObject *moments) {
-  running.group_size = (double)call.plan.nest.group_size;
+  running.group_size = (double)call.plan->nest.group_size;
   running.stats = call.job.stats;
   running.group_var = call.job.var = (double *)PyBytes_AsString(moments);
-  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) return false;
+  if (!run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size)) return false;
   axisnorm::move(running);
   return true;
 }
@@ -392,7 +389,7 @@ PyObject *op_train_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Running running = {};
   Task given;
   Reading mean, var;
-  if (count != 12 || !all_positive(args, 7) || !read_activation(args[7], call.job.activation) ||
+  if (count != 12 || !read_activation(args[7], call.job.activation) ||
       !read_train(call, running, given, args) ||
       !read_target(call, args[8], call.job.y, &axisnorm::Axis::y) || !call.read_stats(args[9]) ||
       !read(args[10], mean) || !read(args[11], var) || mean.size != running.channels ||
@@ -455,7 +452,7 @@ PyObject *op_backward(PyObject *, PyObject *const *args, Py_ssize_t count) {
     fine = results[i] != nullptr;
   }
   PyObject *result = nullptr;
-  if (fine && run([&] { axisnorm::backward(call.plan, call.job, call.task); }, call.x.size))
+  if (fine && run([&] { axisnorm::backward(*call.plan, call.job, call.task); }, call.x.size))
     result = PyTuple_Pack(3, results[0], results[1], results[2]);
   for (PyObject *made : results) Py_XDECREF(made);
   return result;
@@ -475,14 +472,14 @@ bool read_gradient(PyObject *tensor, PyObject *parameter, int dtype, void *&plac
 // None, dbias or None) -> None
 PyObject *op_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
-  if (count != 12 || !all_positive(args, 9) || !read_backward(call, args) ||
+  if (count != 12 || !is_readable(args[0]) || !read_backward(call, args) ||
       !read_target(call, args[9], call.job.dx, &axisnorm::Axis::dx) ||
       !read_gradient(args[10], args[2], call.job.weight_dtype, call.job.dweight) ||
       !read_gradient(args[11], args[3], call.job.bias_dtype, call.job.dbias))
     return by_python(python.backward_into, args, count);
   call.problem.has_dx = true;
   if (!call.make_plan()) return by_python(python.backward_into, args, count);
-  if (!run([&] { axisnorm::backward(call.plan, call.job, call.task); }, call.x.size))
+  if (!run([&] { axisnorm::backward(*call.plan, call.job, call.task); }, call.x.size))
     return nullptr;
   Py_RETURN_NONE;
 }
@@ -502,7 +499,7 @@ PyObject *op_behind(PyObject *, PyObject *const *args, Py_ssize_t count) {
   if (count != 10 || !read_behind(call, args)) return by_python(python.behind, args, count);
   PyObject *behind = new_output(call, args[1]);
   if (!behind) return by_python(python.behind, args, count);
-  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size))
+  if (!run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size))
     Py_CLEAR(behind);
   return behind;
 }
@@ -511,10 +508,10 @@ PyObject *op_behind(PyObject *, PyObject *const *args, Py_ssize_t count) {
 // behind) -> None
 PyObject *op_behind_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
-  if (count != 11 || !all_positive(args, 9) || !read_behind(call, args) ||
+  if (count != 11 || !is_readable(args[0]) || !read_behind(call, args) ||
       !read_target(call, args[10], call.job.y, &axisnorm::Axis::y) || !call.make_plan())
     return by_python(python.behind_into, args, count);
-  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) return nullptr;
+  if (!run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -523,7 +520,7 @@ PyObject *op_behind_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
 PyObject *op_add_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   void *x = nullptr, *residual = nullptr;
-  if (count != 11 || !all_positive(args, 7) || !read_activation(args[7], call.job.activation) ||
+  if (count != 11 || !read_activation(args[7], call.job.activation) ||
       !call.read(args[0], args[2], args[3], Py_None, Py_None, Py_None, args[6]) ||
       !call.read_like(args[0], x) || !call.read_like(args[1], residual) ||
       !call.set_rows(args[4], args[5]) || !call.read_like(args[8], call.job.y) ||
@@ -539,7 +536,7 @@ PyObject *op_add_forward_into(PyObject *, PyObject *const *args, Py_ssize_t coun
 PyObject *op_add_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Call call;
   void *h = nullptr, *grad = nullptr, *grad_h = nullptr;
-  if (count != 13 || !all_positive(args, 9) ||
+  if (count != 13 || !is_readable(args[0]) || !is_readable(args[1]) ||
       !call.read(args[2], args[3], args[4], Py_None, Py_None, Py_None, args[8]) ||
       !call.read_like(args[2], h) || !call.read_like(args[0], grad) ||
       !call.read_like(args[1], grad_h) || !call.read_stats(args[6]) ||
@@ -572,7 +569,7 @@ PyObject *op_scale_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   double eps;
   const bool weighted = count == 4 && args[0] != Py_None;
   const auto is_wide = [](const Reading &r) { return r.dtype == F32 || r.dtype == F64; };
-  if (count != 4 || !api || !all_positive(args, 2) || !read(args[1], var) || !is_wide(var) ||
+  if (count != 4 || !api || !read(args[1], var) || !is_wide(var) ||
       !read(args[3], scale) || scale.dtype != F64 || scale.size != var.size ||
       !read_number(args[2], eps) ||
       (weighted && (!read(args[0], weight) || !is_wide(weight) || weight.size != var.size)))

@@ -424,70 +424,47 @@ def test_what_another_version_has_compiled_is_not_used(monkeypatch: pytest.Monke
         assert found(other)[0] == 1
 
 
-@needs_direct_calls
-@pytest.mark.parametrize("name", ["norm", "running", "training", "sum", "scale"])
-def test_what_compiled_programs_call_reads_negated_tensors(name: str) -> None:
-    """The memory of every input may hold the opposite sign; only the first one was asked."""
-    x, weight, bias, mean, var = (values((8,) if i else (4, 8), seed=i) for i in range(5))
-    batch, rows, moving = "[n] c; affine=c", "... [d]; affine=d", (mean, var.abs())
-    grad, h, stats = values((4, 8), seed=5), values((4, 8), seed=6), torch.empty(3, 4)
-    _torch._native.op_forward_into(h, None, None, None, rows, None, None, x.clone(), stats)
-    like_x, like_p, like_s = torch.empty_like(x), torch.empty_like(weight), torch.empty(3, 8)
-    parameters = (weight, bias)
-    still = f"{batch}; statistics=running"
-    calls: dict[str, list[tuple[str, tuple[Any, ...], tuple[Tensor, ...]]]] = {
-        "norm": [
-            ("forward", (h, *parameters, None, rows, None, None), (like_x, stats.clone())),
-            (
-                "backward",
-                (grad, h, *parameters, None, None, None, stats, rows),
-                (like_x, like_p, like_p.clone()),
-            ),
-        ],
-        "running": [
-            ("forward", (x, *parameters, None, still, *moving), (like_x, like_s)),
-            (
-                "backward",
-                (grad, x, *parameters, None, *moving, like_s, still),
-                (like_x, like_p, like_p.clone()),
-            ),
-        ],
-        "training": [
-            (
-                "train",
-                (x, *parameters, None, batch, *moving),
-                (like_x, like_s, like_p, like_p.clone()),
-            ),
-        ],
-        "sum": [
-            (
-                "add_forward",
-                (x, grad, *parameters, None, 0.0, rows),
-                (like_x, like_x.clone(), stats.clone()),
-            ),
-            (
-                "add_backward",
-                (grad, x, h, *parameters, None, stats, 0.0, rows),
-                (None, like_x, like_p, like_p.clone()),
-            ),
-        ],
-        "scale": [("scale", (weight, var.abs(), 1e-5), (like_p.double(),))],
-    }
-    for function, given, targets in calls[name]:
-        call = getattr(_torch._native, f"op_{function}_into")
+def test_negated_tensors_are_compiled_anew() -> None:
+    """So that compiled programs need not ask of each input whether its memory holds -x."""
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(
+        lambda x, w, b: axisnorm.layer_norm(x, (8,), w, b), fullgraph=True, backend=counter
+    )
+    given = [values((8,) if i else (4, 8), seed=i) for i in range(3)]
+    wanted = run(*given)
+    for i in range(3):
+        negated = [torch._neg_view(-t) if j == i else t for j, t in enumerate(given)]
+        assert negated[i].is_neg()
+        assert torch.equal(run(*negated), wanted)
+        assert counter.frame_count == i + 2
 
-        def run(*inputs: Any, call: Any = call, targets: Any = targets) -> list[Tensor]:
-            made = [None if t is None else torch.full_like(t, 7.0) for t in targets]
-            call(*inputs, *made)
-            return [t for t in made if t is not None]
 
-        wanted = run(*given)
-        for i, t in enumerate(given):
-            if isinstance(t, Tensor) and t is not like_s:
-                negated = torch._neg_view(-t)
-                assert negated.is_neg()
-                found = run(*given[:i], negated, *given[i + 1 :])
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("name", ["norm", "running", "sum"])
+def test_compiled_programs_read_negated_gradients(name: str, activation: str | None) -> None:
+    """The memory of a gradient may hold the opposite sign, for which nothing is compiled anew."""
+    x, residual, weight, bias, mean, grad = (
+        values((4, 8) if i in (0, 1, 5) else (8,), seed=i).requires_grad_(i < 4) for i in range(6)
+    )
+
+    def norm(*given: Tensor) -> Tensor:
+        x, residual, weight, bias = given
+        if name == "norm":
+            y = axisnorm.layer_norm(x, (8,), weight, bias)
+        elif name == "running":
+            y = axisnorm.batch_norm(x, mean, mean.abs(), weight, bias)
+        else:
+            y = axisnorm.add_layer_norm(x, residual, (8,), weight, bias)
+        return torch.relu(y) if activation else y
+
+    given = (x, residual, weight, bias)
+    used = given if name == "sum" else (x, weight, bias)
+    y = torch.compile(norm, fullgraph=True)(*given)
+    negated = torch._neg_view(-grad)
+    assert negated.is_neg()
+    found = torch.autograd.grad(y, used, negated)
+    wanted = torch.autograd.grad(norm(*given), used, grad)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("marked", [0, 2])
