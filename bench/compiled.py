@@ -1,9 +1,10 @@
 """Times small models eagerly and under torch.compile, with axisnorm's norms and with torch's.
 
 The same models without norms show what compiling does to the rest of them: a ratio compiled/eager
-above 1 is the norms' own only as far as it is above that one. All six run in one
-process in interleaved rounds, as in run.py; a figure is the median over the rounds. Writes one
-JSON.
+above 1 is the norms' own only as far as it is above that one. The same models with norms' weights
+and biases but no statistics show what a compiled program of so many parameters takes at least. All
+run in one process in interleaved rounds, as in run.py; a figure is the median over the rounds.
+Writes one JSON.
 
     python bench/compiled.py                  # all, to bench/results/<cpu>-compiled.json
     python bench/compiled.py --only conv --rounds 5 --out /tmp/x.json
@@ -16,6 +17,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,7 +120,29 @@ class NoNorms:
         return nn.Identity
 
 
-LIBRARIES = {"axisnorm": axisnorm.nn, "torch": nn, "no norm": NoNorms()}
+class Affine(nn.Module):
+    """The weight and the bias of a norm along one axis, and nothing else."""
+
+    def __init__(self, *shape: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.bias = nn.Parameter(torch.zeros(shape)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+AFFINES = SimpleNamespace(
+    LayerNorm=Affine,
+    RMSNorm=lambda size: Affine(size, bias=False),
+    GroupNorm=lambda _, channels: Affine(channels, 1, 1),
+    BatchNorm2d=lambda channels: Affine(channels, 1, 1),
+    InstanceNorm2d=nn.Identity,
+)
+"""Weights and biases under the names of norms."""
+
+LIBRARIES = {"axisnorm": axisnorm.nn, "torch": nn, "no norm": NoNorms(), "affine": AFFINES}
 NAMES = [f"{library} {mode}" for library in LIBRARIES for mode in ("eager", "compiled")]
 RATIOS = {
     f"{library} compiled/eager": (f"{library} compiled", f"{library} eager")
