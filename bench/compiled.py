@@ -89,9 +89,11 @@ def sums(norm: str, *shape: int) -> Callable[[Any], Made]:
     return make
 
 
-def stack(norm: str, *given: int, shape: tuple[int, ...]) -> Callable[[Any], Made]:
+def stack(
+    norm: str, *given: int, shape: tuple[int, ...], activation: type[nn.Module] = nn.ReLU
+) -> Callable[[Any], Made]:
     def make(norms: Any) -> Made:
-        layers = [(getattr(norms, norm)(*given), nn.ReLU()) for _ in range(DEPTH)]
+        layers = [(getattr(norms, norm)(*given), activation()) for _ in range(DEPTH)]
         return nn.Sequential(*(m for layer in layers for m in layer)), shape
 
     return make
@@ -104,6 +106,9 @@ MODELS = {
     "LayerNorm and ReLU, 8 x 64": stack("LayerNorm", 64, shape=(8, 64)),
     "LayerNorm and ReLU, 512 x 768": stack("LayerNorm", 768, shape=(512, 768)),
     "GroupNorm and ReLU, 8 x 32 x 28 x 28": stack("GroupNorm", 8, 32, shape=(8, 32, 28, 28)),
+    "GroupNorm and SiLU, 8 x 32 x 28 x 28": stack(
+        "GroupNorm", 8, 32, shape=(8, 32, 28, 28), activation=nn.SiLU
+    ),
     "BatchNorm and ReLU, 8 x 32 x 28 x 28": stack("BatchNorm2d", 32, shape=(8, 32, 28, 28)),
     "mlp, LayerNorm, 8 rows": mlp(8),
     "mlp, LayerNorm, 512 rows": mlp(512),

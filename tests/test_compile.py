@@ -286,6 +286,64 @@ def test_a_relu_that_is_not_alone_behind_a_norm() -> None:
         torch.testing.assert_close(given.grad, wanted.grad)
 
 
+SMOOTH: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Tensor], Tensor]]] = {
+    "silu": (lambda: torch.nn.SiLU(inplace=True), torch.nn.functional.silu),
+    "gelu": (torch.nn.GELU, torch.nn.functional.gelu),
+}
+
+
+@needs_direct_calls
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", SMOOTH)
+@pytest.mark.parametrize("name", [*RELUS, "BatchNorm1d", "no gradient"])
+def test_a_smooth_activation_behind_a_norm_becomes_its_own(
+    name: str, activation: str, dtype: torch.dtype, code: list[str]
+) -> None:
+    make, shape = RELUS.get(name) or MODULES["GroupNorm" if name == "no gradient" else name]
+    norm, behind = make().to(dtype), SMOOTH[activation][0]()
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    start = {key: value.clone() for key, value in norm.state_dict().items()}
+    given = [values(shape, dtype, seed=i) for i in range(2 if name.startswith("Add") else 1)]
+    upstream = values(shape, dtype, seed=7)
+
+    def results(run: Callable[..., Tensor], kind: torch.dtype) -> list[Tensor]:
+        norm.to(kind).load_state_dict(start)
+        if name == "no gradient":
+            with torch.no_grad():
+                return [run(*(t.to(kind) for t in given))]
+        leaves = [t.to(kind).requires_grad_() for t in given]
+        y = run(*leaves)
+        return [y, *torch.autograd.grad(y, [*leaves, *norm.parameters()], upstream.to(kind))]
+
+    wanted = results(lambda *given: SMOOTH[activation][1](norm(*given)), torch.float64)
+    found = results(torch.compile(lambda *given: behind(norm(*given)), fullgraph=True), dtype)
+    for one, other in zip(found, wanted, strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+    assert f"'{activation}'" in code[0]
+    assert len(code) == 1 or f"'{activation}'" in code[1]
+    assert not any(word in text for text in code for word in ("exp(", "erf(", "tanh("))
+
+
+def test_a_smooth_activation_that_is_not_alone_behind_a_norm() -> None:
+    functional = torch.nn.functional
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        y = axisnorm.layer_norm(x, (8,))
+        z = axisnorm.layer_norm(x, (8,), activation="silu")
+        tanh = functional.gelu(axisnorm.layer_norm(x, (8,)), approximate="tanh")
+        twice = functional.gelu(functional.silu(axisnorm.layer_norm(x, (8,))), approximate="none")
+        return y + functional.silu(y), functional.gelu(z), functional.silu(x), tanh, twice
+
+    given, wanted = (values((4, 8)).requires_grad_() for _ in range(2))
+    for one, other in zip(torch.compile(run, fullgraph=True)(given), run(wanted), strict=True):
+        torch.testing.assert_close(one, other)
+        one.sum().backward(retain_graph=True)
+        other.sum().backward(retain_graph=True)
+        torch.testing.assert_close(given.grad, wanted.grad)
+
+
 @pytest.mark.parametrize("sums", [False, True], ids=["norm", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool], ids=str)
 def test_what_looks_like_the_backward_of_a_relu_in_another_type(

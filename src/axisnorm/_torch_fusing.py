@@ -1,7 +1,9 @@
-"""A relu behind a norm becomes its activation in the graphs that Inductor compiles.
+"""An activation behind a norm becomes the norm's own in the graphs that Inductor compiles.
 
-In backward the norm is computed again to know where the relu was zero: Inductor would keep a bool
-for each element, which it writes and reads slowly.
+SiLU and GELU before gradients are taken, as long as they are one operation. A relu, which has many
+spellings, in the graph of forward and backward, where all are the same. In backward the norm is
+computed again to know where the relu was zero: Inductor would keep a bool for each element, which
+it writes and reads slowly.
 """
 
 from __future__ import annotations
@@ -12,12 +14,26 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["join_activations"]
+__all__ = ["SMOOTH", "join_activations", "join_smooth"]
 
 _ops = torch.ops.axisnorm
 _aten = torch.ops.aten
 _NORM, _TRAIN = _ops.norm_fwd.default, _ops.norm_train_fwd.default
 _SUM = _ops.add_norm_fwd.default
+
+SMOOTH: dict[Any, str] = {torch.nn.functional.silu: "silu", torch.nn.functional.gelu: "gelu"}
+"""Activations of the name that norms know them by."""
+
+
+def join_smooth(activated: Node) -> None:
+    """Have the norm before it, if there is one, apply one of ``SMOOTH``."""
+    y: Any = activated.args[0]
+    given = activated.args[1:]
+    name = SMOOTH[activated.target]
+    if name == "gelu" and "none" not in (*given, activated.kwargs.get("approximate", "none")):
+        return
+    if _is_output(y, 0) and _takes_activation(y.args[0]):
+        _join_forward(activated, y, name)
 
 
 def join_activations(graph: Graph) -> int:
@@ -26,23 +42,25 @@ def join_activations(graph: Graph) -> int:
     for relu in graph.find_nodes(op="call_function", target=_aten.relu.default):
         y = relu.args[0]
         if _is_output(y, 0) and _takes_activation(y.args[0]) and _is_on_cpu(y):
-            changed += _join_backward(relu, y.args[0]) + _join_forward(relu, y)
+            changed += _join_backward(relu, y.args[0]) + _join_forward(relu, y, "relu")
     return changed
 
 
 def _takes_activation(node: Any) -> bool:
     """Whether this is a norm that has none. It is the eighth argument, of three operators."""
-    known = node.target in (_NORM, _TRAIN, _SUM) and not node.kwargs
+    # Before gradients are taken an overload need not be chosen.
+    target = getattr(node.target, "default", node.target)
+    known = target in (_NORM, _TRAIN, _SUM) and not node.kwargs
     return known and not any(node.args[7:])
 
 
-def _join_forward(relu: Node, y: Node) -> int:
+def _join_forward(activated: Node, y: Node, activation: str) -> int:
     norm: Any = y.args[0]
     if len(y.users) > 1 or sum(_is_output(user, 0) for user in norm.users) > 1:
         return 0
-    norm.args = (*(*norm.args, None, None)[:7], "relu")
-    relu.replace_all_uses_with(y)
-    relu.graph.erase_node(relu)
+    norm.args = (*(*norm.args, None, None)[:7], activation)
+    activated.replace_all_uses_with(y)
+    activated.graph.erase_node(activated)
     return 1
 
 

@@ -21,12 +21,16 @@ from typing import Any
 
 import torch
 from torch._inductor import codecache, ir, lowering
-from torch._inductor.fx_passes import joint_graph
-from torch._inductor.pattern_matcher import PatternMatcherPass
+from torch._inductor.fx_passes import joint_graph, pre_grad
+from torch._inductor.pattern_matcher import (
+    CallFunctionVarArgs,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
 from torch._inductor.virtualized import V
 
 from . import _build
-from ._torch_fusing import join_activations
+from ._torch_fusing import SMOOTH, join_activations, join_smooth
 from .scheme import Scheme, as_scheme
 
 __all__ = ["mark_keys", "register"]
@@ -37,6 +41,7 @@ _NEEDED = {
     ir.FallbackKernel: ("codegen", "create", "realize_input", "require_stride_order",
                         "tensor_to_layout"),
     joint_graph: ("pass_patterns",),
+    pre_grad: ("efficient_conv_bn_eval_pass",),
     lowering: ("fallback_handler", "lowerings", "register_lowering", "to_dtype"),
 }  # fmt: skip
 
@@ -317,3 +322,8 @@ def register() -> None:
     ):
         lowering.register_lowering(op, type_promotion_kind=None)(_lowered(op, lower))
     joint_graph.pass_patterns.append(_Joined())
+    # The one pass before gradients that takes patterns and always runs.
+    before_gradients = register_graph_pattern(
+        CallFunctionVarArgs(list(SMOOTH)), pass_dict=pre_grad.efficient_conv_bn_eval_pass
+    )
+    before_gradients(lambda match, *_, **__: join_smooth(match.output_node()))

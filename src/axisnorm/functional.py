@@ -86,7 +86,7 @@ def normalize(
         out: where to write, like x; it may be x itself. Has no gradient.
         activation: ``"relu"``, ``"silu"`` or ``"gelu"`` (of erf, torch's default), applied to the
             result before it is rounded to x's type, in the same pass over memory. Where torch
-            compiles, exports or transforms it is torch's own function, after the rounding.
+            exports or transforms it is torch's own function, after the rounding.
 
     Returns:
         An array of x's type, shape and memory format.
