@@ -316,6 +316,7 @@ template <class T> struct OfLines {
     Total<V> t1, t2, t3;
     const Standardize<T, false> standardized(u.constants());
     const C first = (C)get(g);  // so that the sum of equal gradients is exact
+    const bool streamed = dx && job.streamed && can_stream(dx);
     int64_t i = 0;
     do {
       const int64_t end = smaller(n, i + 2 * BLOCK * W);
@@ -330,7 +331,7 @@ template <class T> struct OfLines {
         if (!dx) return;
         const V derivative = grad * weight * standardized.rstd(i, tail);
         if (tail) store(dx + i, derivative, tail);
-        else store(dx + i, derivative);
+        else write(dx + i, derivative, streamed);
       };
       for (; i + 2 * W <= end; i += 2 * W) add(i, 0, 0), add(i + W, 0, 1);
       if (i + W <= end) add(i, 0, 0), i += W;
