@@ -249,21 +249,25 @@ bool is_amd() {
 }
 const bool amd = is_amd();
 
-// From so many bytes on an output is written past the caches. Elsewhere three quarters of a last cache
-// of 32 MB, in which x lies, too. That a larger one is shared with others shows: on a machine with
-// 300 MB of it a third of the time is saved from 100 MB on, and nothing lost at 24 MB.
+// From so many bytes on an output is written past the caches.
 //
-// AMD's eight cores share 32 MB, into which goes what their second caches put out, and virtual machines
-// are lent some of them. Where x, the gradient and both outputs take 18 MB, a step of training is a
-// fifth to a third faster, with what reads its outputs at least a tenth (Zen 4; at 12 MB a tenth
-// slower). A forward alone has two tensors, not four. Lines of memory that are written in part have to
-// be read first, and all of it took twice as long.
+// Intel: three quarters of a last cache of 32 MB, in which x lies, too. That a larger one is shared with
+// others shows: on a machine with 300 MB of it a third of the time is saved from 100 MB on, and nothing
+// lost at 24 MB.
+//
+// AMD: eight cores share 32 MB, and a virtual machine has a share of that. Where x, the gradient and
+// both outputs take 18 MB, a step of training takes a fifth to a third less, also if its outputs are read
+// at once a tenth; at 12 MB that takes a tenth more (Zen 4, two cores). A forward alone has two tensors,
+// not four. Lines of memory that are not written as a whole are read before: of 14 times 14 floats it
+// took twice as long.
 std::atomic<int64_t> stream_limit{amd ? 9 << 19 : 24 << 20};
 
-bool streams(const Job &job, int64_t bytes, int64_t run_bytes, bool trains) {
+// `run` bytes are written without a gap; trains: x and a gradient are needed again.
+bool streams(int64_t bytes, int64_t run, bool trains) {
   const int64_t limit = stream_limit.load(std::memory_order_relaxed);
-  if (!amd) return bytes >= limit;
-  return run_bytes % 64 == 0 && bytes >= (trains || job.stats ? limit : 2 * limit);
+  if (!amd || bytes < limit) return bytes >= limit;
+  const int64_t caches = (max_threads() + 7) / 8;
+  return run % 64 == 0 && bytes >= limit * caches * (trains ? 1 : 2);
 }
 
 // ---- tensors that are read one row or group after another
@@ -273,10 +277,10 @@ bool streams(const Job &job, int64_t bytes, int64_t run_bytes, bool trains) {
 // backward half of it. One of 3 MB would take an eighth more, and Intel's would lose as much at any size.
 std::atomic<int64_t> single_limit{amd ? 6 << 20 : INT64_MAX};
 
-// Of so many elements; `run` of them are written without a gap.
+// How a tensor of so many elements goes through the caches; `run` of them are written without a gap.
 void set_access(Job &job, int64_t elements, int64_t run, bool trains, bool masked = false) {
   const int64_t size = element_size(job.dtype), bytes = elements * size;
-  job.streamed = !masked && streams(job, bytes, run * size, trains);
+  job.streamed = !masked && streams(bytes, run * size, trains || job.stats);
   job.singly = bytes >= single_limit.load(std::memory_order_relaxed);
 }
 
