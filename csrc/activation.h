@@ -15,16 +15,25 @@ namespace {
 
 template <class V> struct Distribution { V below, density; };  // F(-a) and f(a)
 
-// |z|, up to where F(-a) is 0 in any case. A NaN stays.
-INLINE vf bounded(vf z) {
-  const vf a = (vf)((vi)z & 0x7fffffff);
-  return a > 100.0f ? broadcast(100.0f) : a;
+// The lesser one. A NaN in b stays.
+INLINE vf lesser(float a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps(_mm512_set1_ps(a), (__m512)b);  // GCC 12 compares and selects
+#else
+  return b > a ? broadcast(a) : b;
+#endif
 }
-INLINE vd bounded(vd z) {
+
+// |z|, up to where F(-a) is 0 in any case: the exponential of -88 is, and the square of 100 is finite.
+// A NaN stays.
+template <int Kind> INLINE vf bounded(vf z) {
+  return lesser(Kind == SILU ? 88.0f : 100.0f, (vf)((vi)z & 0x7fffffff));
+}
+template <int Kind> INLINE vd bounded(vd z) {
   const vd a = (vd)((vl)z & 0x7fffffffffffffff);
   return a > 1000 ? broadcast(1000.0) : a;
 }
-inline double bounded(double z) {
+template <int Kind> inline double bounded(double z) {
   const double a = __builtin_fabs(z);
   return a > 1000 ? 1000 : a;
 }
@@ -41,10 +50,10 @@ INLINE vf reciprocal(vf v) {
 INLINE vf fma(float a, vf b, vf c) { return fma(broadcast(a), b, c); }
 INLINE vf fma(vf a, vf b, float c) { return fma(a, b, broadcast(c)); }
 
-// e^x for x <= 0, with a relative error of 2^-23; 0 where that is denormal. x = k log(2) + r; the
-// polynomial's own error on |r| <= log(2) / 2 is 2^-28.
+// e^x for x from -88 to 0, with a relative error of 2^-23; 0 where that is denormal: for -88, k is -127,
+// a power of two without bits. x = k log(2) + r; the polynomial's own error on |r| <= log(2) / 2 is
+// 2^-28.
 INLINE vf exponential(vf x) {
-  x = x < -88.0f ? broadcast(-88.0f) : x;  // k = -127: a power of two without bits
   constexpr float to_integer = 0x1.8p23f;
   const vf shifted = fma(x, broadcast(1.44269504f), to_integer);
   const vf k = shifted - to_integer;
@@ -91,7 +100,7 @@ INLINE Distribution<vf> logistic(vf a) {
 // denormal, with a relative error of 2^-24.9; with its own roundings, F has one of 2^-22.
 INLINE Distribution<vf> normal(vf a) {
   const vf square = a * a, rest = fma(a, a, -square);
-  vf e = exponential(-0.5f * square);
+  vf e = exponential(-lesser(88.0f, 0.5f * square));
   e = fma(-0.5f * rest, e, e);
   const vf t = reciprocal(fma(0.35f, a, broadcast(1.0f)));
   vf p = fma(broadcast(-0.029120674f), t, 0.1438465f);
@@ -127,13 +136,13 @@ inline Distribution<double> normal(double a) {
 template <int Kind, class V> INLINE V activated(V z) {
   const V positive = z < 0 ? V{} : z;  // a NaN stays
   if (Kind == RELU) return positive;
-  const V a = bounded(z);
+  const V a = bounded<Kind>(z);
   return positive - a * (Kind == SILU ? logistic(a) : normal(a)).below;
 }
 // grad * act'(z)
 template <int Kind, class V> INLINE V derived(V z, V grad) {
   if (Kind == RELU) return z <= 0 ? V{} : grad;
-  const V a = bounded(z);
+  const V a = bounded<Kind>(z);
   const Distribution<V> d = Kind == SILU ? logistic(a) : normal(a);
   const V h = d.below - a * d.density;
   return grad * (z < 0 ? h : 1 - h);

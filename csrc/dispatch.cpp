@@ -237,18 +237,8 @@ class Scratch {
   Block *block_ = nullptr;
 };
 
-// ---- outputs that no cache can hold
+// ---- how a tensor goes through the caches
 
-// Three quarters of a last cache of 32 MB, in which x lies, too. That a larger one is shared with
-// others shows: on a machine with 300 MB of it a third of the time is saved from 100 MB on, and
-// nothing lost at 24 MB.
-std::atomic<int64_t> stream_limit{24 << 20};
-
-// ---- tensors that are read one row or group after another
-
-// AMD's processors (measured: Zen 4) fetch what comes next by themselves, but not of two rows at once,
-// and what they are told to fetch delays them: a LayerNorm of 12 MB takes two thirds of the time and its
-// backward half of it. One of 3 MB would take an eighth more, and Intel's would lose as much at any size.
 bool is_amd() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_cpu_init();
@@ -257,12 +247,40 @@ bool is_amd() {
   return false;
 #endif
 }
-std::atomic<int64_t> single_limit{is_amd() ? 6 << 20 : INT64_MAX};
+const bool amd = is_amd();
 
-// How a tensor of so many elements goes through the caches.
-void set_access(Job &job, int64_t elements, bool masked = false) {
-  const int64_t bytes = elements * element_size(job.dtype);
-  job.streamed = !masked && bytes >= stream_limit.load(std::memory_order_relaxed);
+// From so many bytes on an output is written past the caches.
+//
+// Intel: three quarters of a last cache of 32 MB, in which x lies, too. That a larger one is shared with
+// others shows: on a machine with 300 MB of it a third of the time is saved from 100 MB on, and nothing
+// lost at 24 MB.
+//
+// AMD: eight cores share 32 MB, and a virtual machine has a share of that. Where x, the gradient and
+// both outputs take 18 MB, a step of training takes a fifth to a third less, also if its outputs are read
+// at once a tenth; at 12 MB that takes a tenth more (Zen 4, two cores). A forward alone has two tensors,
+// not four. Lines of memory that are not written as a whole are read before: of 14 times 14 floats it
+// took twice as long.
+std::atomic<int64_t> stream_limit{amd ? 9 << 19 : 24 << 20};
+
+// `run` bytes are written without a gap; trains: x and a gradient are needed again.
+bool streams(int64_t bytes, int64_t run, bool trains) {
+  const int64_t limit = stream_limit.load(std::memory_order_relaxed);
+  if (!amd || bytes < limit) return bytes >= limit;
+  const int64_t caches = (max_threads() + 7) / 8;
+  return run % 64 == 0 && bytes >= limit * caches * (trains ? 1 : 2);
+}
+
+// ---- tensors that are read one row or group after another
+
+// AMD's processors (measured: Zen 4) fetch what comes next by themselves, but not of two rows at once,
+// and what they are told to fetch delays them: a LayerNorm of 12 MB takes two thirds of the time and its
+// backward half of it. One of 3 MB would take an eighth more, and Intel's would lose as much at any size.
+std::atomic<int64_t> single_limit{amd ? 6 << 20 : INT64_MAX};
+
+// How a tensor of so many elements goes through the caches; `run` of them are written without a gap.
+void set_access(Job &job, int64_t elements, int64_t run, bool trains, bool masked = false) {
+  const int64_t size = element_size(job.dtype), bytes = elements * size;
+  job.streamed = !masked && streams(bytes, run * size, trains || job.stats);
   job.singly = bytes >= single_limit.load(std::memory_order_relaxed);
 }
 
@@ -292,7 +310,7 @@ Chunks chunks_of(const Job &job, int64_t element) {
 void forward(const Job &given) {
   if (given.rows <= 0 || given.n <= 0) return;
   Job job = given;
-  set_access(job, job.rows * job.n);
+  set_access(job, job.rows * job.n, job.n, false);
   const Table &table = *selection().current.load(std::memory_order_relaxed);
   Scratch scratch(table.scratch(&job));
   Affine affine;
@@ -305,7 +323,7 @@ void forward(const Job &given) {
 void backward(const Job &given) {
   if (given.n <= 0) return;
   Job job = given;
-  set_access(job, job.rows * job.n);
+  set_access(job, job.rows * job.n, job.n, true);
   const Table &table = *selection().current.load(std::memory_order_relaxed);
   const int64_t element = job.dtype == F64 ? 8 : 4;
   Scratch scratch(table.scratch(&job));
@@ -436,6 +454,9 @@ void share_back(int64_t part, int64_t parts, int64_t items, const Body &body) {
   for (int64_t i = items * (part + 1) / parts; i-- > begin;) body(i);
 }
 
+// How many elements are written without a gap.
+int64_t run_of(const Nest &nest) { return nest.lanes ? nest.width : nest.applied.n; }
+
 // All units, each by one thread, or if they are few their parts one step after the other. The results
 // are the same: units and parts, and the order in which sums are merged, follow from the shape.
 template <class Units, class Step, class Then>
@@ -528,7 +549,7 @@ void forward(const Plan &plan, Job job, Task task) {
   task.job = &job;
   task.nest = &plan.nest;
   task.chunk = 1;
-  set_access(job, plan.nest.groups * plan.nest.group_size, task.mask);
+  set_access(job, plan.nest.groups * plan.nest.group_size, run_of(plan.nest), false, task.mask);
   const Parameters parameters(table, plan, job, task);
   const GivenStatistics given(table, task);
   run(
@@ -547,7 +568,7 @@ void backward(const Plan &plan, Job job, Task task) {
   const Nest &nest = plan.nest;
   task.job = &job;
   task.nest = &nest;
-  set_access(job, nest.groups * nest.group_size, task.mask);
+  set_access(job, nest.groups * nest.group_size, run_of(nest), true, task.mask);
   const Parameters parameters(table, plan, job, task);
   const GivenStatistics given(table, task);
   const bool params = job.dweight || job.dbias;

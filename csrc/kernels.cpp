@@ -860,9 +860,10 @@ double sum_again(const Task &task, int64_t a, bool by_xhat) {
 
 // The loops that are left when those of the weight stand at an index, and where they begin then.
 struct Rest {
-  Lines loops = {};
+  Lines loops;  // no more than is used: to clear all of it takes as long as to add up what is found
   Place at = {};
   Rest(const Nest &nest, int64_t index) {
+    loops.loops = 0;
     loops.count = 1;
     const auto see = [&](const Loop &loop) {
       if (loop.step[AFFINE]) {

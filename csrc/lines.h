@@ -310,12 +310,15 @@ template <class T> struct OfLines {
     double s1, s2;                     // of grad * weight - u.first, grad * weight * xhat
   };
 
-  // dx: written in the same sweep, where running statistics normalize (else null).
+  // dx: written in the same sweep, where running statistics normalize (AtOnce).
+  template <bool AtOnce>
   INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight,
                              T *dx) const {
     Total<V> t1, t2, t3;
     const Standardize<T, false> standardized(u.constants());
     const C first = (C)get(g);  // so that the sum of equal gradients is exact
+    const bool rounds = can_round<T> && rounded;
+    const bool streamed = AtOnce && job.streamed && can_stream(dx);
     int64_t i = 0;
     do {
       const int64_t end = smaller(n, i + 2 * BLOCK * W);
@@ -326,23 +329,23 @@ template <class T> struct OfLines {
         if (tail) v = keep(v, tail);
         s1[j] += tail ? keep(grad - first, tail) : grad - first;
         s2[j] = fma(v, grad, s2[j]);
-        if (rounded) s3[j] = fma(round_as<T>(v), grad, s3[j]);
-        if (!dx) return;
+        if (rounds) s3[j] = fma(round_as<T>(v), grad, s3[j]);
+        if (!AtOnce) return;
         const V derivative = grad * weight * standardized.rstd(i, tail);
         if (tail) store(dx + i, derivative, tail);
-        else store(dx + i, derivative);
+        else write(dx + i, derivative, streamed);
       };
       for (; i + 2 * W <= end; i += 2 * W) add(i, 0, 0), add(i + W, 0, 1);
       if (i + W <= end) add(i, 0, 0), i += W;
       if (i < end) add(i, end - i, 1), i = end;
       t1.add(s1[0] + s1[1]);
       t2.add(s2[0] + s2[1]);
-      if (rounded) t3.add(s3[0] + s3[1]);
+      if (rounds) t3.add(s3[0] + s3[1]);
     } while (i < n);
     PieceSums sums = {};
     sums.grad = (double)first * (double)n + t1.value();
     sums.by_xhat = t2.value();
-    sums.by_rounded = rounded ? t3.value() : sums.by_xhat;
+    sums.by_rounded = rounds ? t3.value() : sums.by_xhat;
     // Of the first element as the derivative rounds it, so that equal ones cancel.
     sums.s1 = (double)weight * t1.value() +
               ((double)(C)(first * weight) - (double)u.first) * (double)n;
@@ -418,10 +421,11 @@ template <class T> struct OfLines {
   }
 
   void sum_backward(const Place &at, Unit &u, int64_t part, int64_t unit) const {
-    if (per_element) sum_gradients<true>(at, u, part, unit);
-    else sum_gradients<false>(at, u, part, unit);
+    if (per_element) sum_gradients<true, false>(at, u, part, unit);
+    else if (at_once() && job.dx) sum_gradients<false, true>(at, u, part, unit);
+    else sum_gradients<false, false>(at, u, part, unit);
   }
-  template <bool PerElement>
+  template <bool PerElement, bool AtOnce>
   NOINLINE void sum_gradients(const Place &at, Unit &u, int64_t part, int64_t unit) const {
     Compensated s1, s2;
     each_piece(nest.applied, at, part, [&](const Place &p, int64_t, int64_t i, int64_t n)
@@ -439,8 +443,8 @@ template <class T> struct OfLines {
       } else if (PerElement) {
         a = element_sums(g, v, n, u, w, dw, db);
       } else {
-        T *dx = at_once() && job.dx ? (T *)job.dx + p.at[DX] + i : nullptr;
-        a = flat_sums(g, v, n, u, *w, dx);
+        a = AtOnce ? flat_sums<true>(g, v, n, u, *w, (T *)job.dx + p.at[DX] + i)
+                   : flat_sums<false>(g, v, n, u, *w, nullptr);
       }
       s1.add(a.s1);
       s2.add(a.s2);

@@ -214,12 +214,23 @@ template <class T, bool PerLane> struct Standardize {
   }
 };
 
-// body(first element, 0) for whole vectors, then body(first element, elements) for what is left.
-template <int W, class Body> INLINE void each_vector(int64_t n, const Body &body) {
-  int64_t i = 0;
+// body(first element, 0) for whole vectors, body(first element, elements) for what is left at the end,
+// and for the `head` that may stand before.
+template <int W, class Body> INLINE void each_vector(int64_t head, int64_t n, const Body &body) {
+  int64_t i = head;
+  if (head) body((int64_t)0, head);
   for (; i + 2 * W <= n; i += 2 * W) body(i, (int64_t)0), body(i + W, (int64_t)0);
   if (i + W <= n) body(i, (int64_t)0), i += W;
   if (i < n) body(i, n - i);
+}
+
+// So many elements until whole vectors are written within lines of the caches, where these are as long:
+// of lines of 14 times 14 every fourth one begins so.
+template <class T> INLINE int64_t head_of(const T *out, int64_t n) {
+  constexpr int64_t W = lanes<T>, BYTES = W * (int64_t)sizeof(T);
+  const int64_t before = (int64_t)((uintptr_t)out % BYTES);
+  const bool pays = VB == 64 && n >= 8 * W && before && before % (int64_t)sizeof(T) == 0;
+  return pays ? (BYTES - before) / (int64_t)sizeof(T) : 0;
 }
 
 // Rounding to a type that is computed in itself changes nothing.
@@ -237,6 +248,7 @@ INLINE void apply_line(const T *x, Out *y, int64_t n, const Constants<Scalar<T>>
   typedef Vector<T> V;
   const Standardize<T, PerLane> standardized(c);
   const Parameter<PerElement, Scalar<T>> w(weight), b(bias);
+  const int64_t head = head_of(y, n);
   streamed &= can_stream(y);
   const auto put = [&](int64_t i, int64_t tail, V v) __attribute__((always_inline)) {
     if (tail) store(y + i, v, tail);
@@ -248,7 +260,7 @@ INLINE void apply_line(const T *x, Out *y, int64_t n, const Constants<Scalar<T>>
   };
   if (given && !rounded) {
     // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
-    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       const V d = element(i, tail) - standardized.hi(i, tail);
       put(i, tail, fma(d, standardized.rstd(i, tail) * w(i, tail),
                        fma(standardized.shift(i, tail), w(i, tail), b(i, tail))));
@@ -256,13 +268,13 @@ INLINE void apply_line(const T *x, Out *y, int64_t n, const Constants<Scalar<T>>
     return;
   }
   if (can_round<T> && rounded) {
-    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       const V v = round_as<T>(standardized(element(i, tail), i, tail));
       put(i, tail, fma(v, w(i, tail), b(i, tail)));
     });
     return;
   }
-  each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+  each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     put(i, tail, fma(standardized(element(i, tail), i, tail), w(i, tail), b(i, tail)));
   });
 }
@@ -283,11 +295,11 @@ INLINE void activate(const Scalar<T> *z, const T *grad, T *y, int64_t n, bool st
     return tail ? load(z + i, tail) : load(z + i);
   };
   if (!grad)
-    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(0, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       put(i, tail, activated<Kind>(value(i, tail)));
     });
   else
-    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(0, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       const V g = tail ? load(grad + i, tail) : load(grad + i);
       put(i, tail, derived<Kind>(value(i, tail), g));
     });
@@ -322,6 +334,7 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
   typedef Vector<T> V;
   const Standardize<T, PerLane> standardized(c);
   const Parameter<PerElement, Scalar<T>> w(weight);
+  const int64_t head = head_of(dx, n);
   const auto weighted = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     return (tail ? load(grad + i, tail) : load(grad + i)) * w(i, tail);
   };
@@ -332,13 +345,13 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
     else write(dx + i, v, streamed);
   };
   if (given) {
-    each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       put(i, tail, weighted(i, tail));
     });
     return;
   }
   const Parameter<PerLane, Scalar<T>> m(mean), s(slope);
-  each_vector<lanes<T>>(n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+  each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     if (ahead) fetch(x + i + ahead), fetch(grad + i + ahead);
     const V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
     put(i, tail, fma(v, s(i, tail), weighted(i, tail) + m(i, tail)));

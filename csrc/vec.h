@@ -79,7 +79,11 @@ INLINE vd fma(vd a, vd b, vd c) {
 // 16 bits to 32, and back where the upper 16 bits are to be dropped. GCC 12 has no good code for
 // __builtin_convertvector here.
 INLINE vu widen(vh h) {
-#if VB == 16 && defined(__SSE2__)
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32((__m128i)h);
+#elif VB == 16 && defined(__SSE2__)
   return (vu)_mm_unpacklo_epi16((__m128i)_mm_loadl_epi64((const __m128i *)&h), _mm_setzero_si128());
 #else
   return __builtin_convertvector(h, vu);
@@ -219,7 +223,7 @@ INLINE void end_of_stream() {
 #endif
 }
 template <class T> INLINE void write(T *p, typename Compute<T>::vector v, bool streamed) {
-  if (streamed) stream(p, v);
+  if (__builtin_expect(streamed, 0)) stream(p, v);  // a store is not to wait for a jump
   else store(p, v);
 }
 

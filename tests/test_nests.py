@@ -590,6 +590,16 @@ def test_masked_constants_in_float64() -> None:
         assert not x.grad.any()
 
 
+def running_statistics(
+    scheme: Scheme, shape: tuple[int, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Those that the scheme takes, if it takes any."""
+    if scheme.statistics != "running":
+        return None, None
+    size = scheme.layout(len(shape)).sizes(shape).running_shape
+    return values(size, seed=2), values(size, seed=3).abs()
+
+
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -600,6 +610,8 @@ def test_masked_constants_in_float64() -> None:
         ("n c [...]; affine=c", (3, 5, 8, 8), False),
         ("n (g=4 [c]) [...]; affine=g c", (2, 64, 3, 3), True),
         ("[n] c [...]; affine=c", (2, 64, 5, 5), True),
+        ("[n] c [...]; affine=c; statistics=running", (3, 5, 8, 8), False),
+        ("[n] c [...]; affine=c; statistics=running", (2, 64, 5, 5), True),
         ("n [c] ...; affine=c", (2, 6, 16, 8), False),
     ],
 )
@@ -608,19 +620,23 @@ def test_writing_past_the_caches_gives_the_same_bits(
 ) -> None:
     layout = torch.channels_last if channels_last else torch.contiguous_format
     scheme, x = Scheme(text), values(shape, dtype).contiguous(memory_format=layout)
-    weight, bias = parameters(Case(scheme, shape))
+    weight, bias = (t.to(dtype).requires_grad_() for t in parameters(Case(scheme, shape)))
     grad = values(shape, dtype, seed=1).contiguous(memory_format=layout)
+    mean, var = running_statistics(scheme, shape)
     found = []
     for limit in (1 << 60, 0):
         before = _build.native.stream_from(limit)
         try:
             leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
-            y = axisnorm.normalize(leaf, scheme, weight.to(dtype), bias.to(dtype))
+            y = axisnorm.normalize(leaf, scheme, weight, bias, running_mean=mean, running_var=var)
             y.backward(grad)
             # An output whose lines do not stand at whole vectors.
             out = torch.full((x.numel() + 1,), 7.0, dtype=dtype)
             beside = out[1:].view(shape) if not channels_last else None
-            axisnorm.normalize(x, scheme, weight.to(dtype), bias.to(dtype), out=beside)
+            with torch.no_grad():
+                axisnorm.normalize(
+                    x, scheme, weight, bias, running_mean=mean, running_var=var, out=beside
+                )
         finally:
             _build.native.stream_from(before)
         found.append((y.detach(), leaf.grad, out))
@@ -632,38 +648,51 @@ def test_writing_past_the_caches_gives_the_same_bits(
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "text,shape",
+    "text,shape,channels_last",
     [
-        ("... [d]; affine=d", (7, 70)),
-        ("... [d]", (7, 70)),
-        ("n c [...]; affine=c", (3, 5, 8, 9)),
-        ("n (g=4 [c]) [...]; affine=g c", (5, 64, 3, 3)),
-        ("[n] c [...]; affine=c", (3, 6, 5, 5)),
-        ("n [c] ...; affine=c", (3, 6, 16, 8)),
-        ("[n] c [...]; affine=c; statistics=running", (3, 6, 5, 5)),
+        ("... [d]; affine=d", (7, 70), False),
+        ("... [d]", (7, 70), False),
+        ("n c [...]; affine=c", (3, 5, 8, 9), False),
+        ("n (g=4 [c]) [...]; affine=g c", (5, 64, 3, 3), False),
+        ("[n] c [...]; affine=c", (3, 6, 5, 5), False),
+        ("n [c] ...; affine=c", (3, 6, 16, 8), False),
+        ("[n] c [...]; affine=c; statistics=running", (3, 6, 5, 5), False),
+        # Blocks of 12, 8, 6, 4, 2 and 1 vectors, a tail, and too many for the first cache.
+        ("[n] c [...]; affine=c", (2, 531, 5, 5), True),
+        ("[n] c [...]; affine=c", (2, 700, 3, 3), True),
+        ("[n] c [...]; affine=c; rounding=before_affine", (2, 96, 5, 5), True),
+        ("[n] c [...]; affine=c; statistics=running", (2, 200, 5, 5), True),
+        ("n (g=4 [c]) [...]; affine=g c", (2, 64, 5, 5), True),
+        ("n (g=4 [c]) [...]; affine=g", (2, 64, 5, 5), True),
     ],
 )
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_reading_one_row_after_another_gives_the_same_bits(
-    text: str, shape: tuple[int, ...], dtype: torch.dtype, activation: str | None
+    text: str,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    dtype: torch.dtype,
+    activation: str | None,
 ) -> None:
-    scheme, x, grad = Scheme(text), values(shape, dtype), values(shape, dtype, seed=1)
-    weight, bias = (t if t is None else t.to(dtype) for t in parameters(Case(scheme, shape)))
-    size = scheme.layout(len(shape)).sizes(shape).running_shape
-    running = (values(size, seed=2), values(size, seed=3).abs())
-    given = running if scheme.statistics == "running" else (None, None)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    scheme, x = Scheme(text), values(shape, dtype).contiguous(memory_format=layout)
+    grad = values(shape, dtype, seed=1).contiguous(memory_format=layout)
+    weight, bias = (
+        t if t is None else t.to(dtype).requires_grad_() for t in parameters(Case(scheme, shape))
+    )
+    mean, var = running_statistics(scheme, shape)
     found = []
     for limit in (1 << 60, 0):
         before = _build.native.read_singly_from(limit)
         try:
-            leaf = x.clone().requires_grad_()
+            leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
             y = axisnorm.normalize(
                 leaf,
                 scheme,
                 weight,
                 bias,
-                running_mean=given[0],
-                running_var=given[1],
+                running_mean=mean,
+                running_var=var,
                 activation=activation,
             )
             y.backward(grad)
@@ -674,6 +703,24 @@ def test_reading_one_row_after_another_gives_the_same_bits(
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
     assert found[0][1].any()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("text", ["n c [...]; affine=c", "n (g=2 [c]) [...]; affine=g c"])
+def test_where_a_line_begins_in_memory_does_not_change_its_bits(
+    text: str, dtype: torch.dtype
+) -> None:
+    """Whole vectors are written where vectors stand, and single elements before them."""
+    shape, scheme = (2, 6, 13, 21), Scheme(text)
+    x = values(shape, dtype)
+    weight, bias = (t.to(dtype) for t in parameters(Case(scheme, shape)))
+    aligned = axisnorm.normalize(x, scheme, weight, bias)
+    for first in range(1, 18):
+        out = torch.full((x.numel() + 18,), 7.0, dtype=dtype)
+        axisnorm.normalize(x, scheme, weight, bias, out=out[first:][: x.numel()].view(shape))
+        assert torch.equal(out[first:][: x.numel()].view(shape), aligned)
+        assert (out[:first] == 7).all() and (out[first + x.numel() :] == 7).all()
 
 
 @pytest.mark.usefixtures("isa")
