@@ -1,8 +1,9 @@
-// The short way for plain torch tensors: these functions read their arguments, check everything,
-// compute and return, or return None when anything is unusual: Python then takes the long way, which
-// finds out why and raises where something is wrong.
+// The short way for plain torch tensors and NumPy arrays: these functions read their arguments, check
+// everything, compute and return, or return None when anything is unusual: Python then takes the long
+// way, which finds out why and raises where something is wrong.
 #include "torch_door.h"
 
+#include "numpy_array.h"
 #include "torch_tensor.h"
 
 namespace torch_door {
@@ -17,16 +18,18 @@ struct {
   PyObject *to_save, *saved_tensors, *needs_input_grad, *kept;
 } names;
 
-// The sizes of the trailing axes that share a mean: fills job.rows and job.n.
+// The sizes of the trailing axes that share a mean, a number or several: fills job.rows and job.n.
 bool read_shape(PyObject *shape, const Reading &x, Job &job, int64_t *sizes, int &count) {
-  const bool tuple = PyTuple_Check(shape);
-  if (!tuple && !PyList_Check(shape)) return false;
-  const Py_ssize_t length = tuple ? PyTuple_Size(shape) : PyList_Size(shape);
+  const bool one = PyLong_CheckExact(shape), tuple = PyTuple_Check(shape);
+  if (!one && !tuple && !PyList_Check(shape)) return false;
+  const Py_ssize_t length = one ? 1 : tuple ? PyTuple_Size(shape) : PyList_Size(shape);
   if (length < 1 || length > x.t.ndim || length > 8) return false;
   count = (int)length;
   job.n = 1;
   for (int i = 0; i < count; i++) {
-    PyObject *item = tuple ? PyTuple_GetItem(shape, i) : PyList_GetItem(shape, i);
+    PyObject *item = one     ? shape
+                     : tuple ? PyTuple_GetItem(shape, i)
+                             : PyList_GetItem(shape, i);
     sizes[i] = PyLong_Check(item) ? PyLong_AsLongLong(item) : -1;
     if (sizes[i] < 0) {
       PyErr_Clear();
@@ -49,25 +52,25 @@ enum { STATS, KEPT_BIAS, CONSTANTS };
 enum { X, WEIGHT, BIAS, SHAPE, EPS, OFFSET, CENTER, ROUNDED, COMMON };
 constexpr int ACTIVATION = COMMON;  // behind them, in a node
 
-bool read_common(PyObject *const *args, Job &job, Reading &x) {
+template <class Source> bool read_common(PyObject *const *args, Job &job, Reading &x) {
   int64_t sizes[8];
   int count;
   Reading parameter;
-  if (!read(args[X], x) || !read_shape(args[SHAPE], x, job, sizes, count) ||
-      !is_positive(args[X]))
+  if (!Source::read(args[X], x) || !read_shape(args[SHAPE], x, job, sizes, count) ||
+      !Source::is_positive(args[X]))
     return false;
   job.dtype = job.weight_dtype = job.bias_dtype = x.dtype;
   job.x = data(x);
   if (args[WEIGHT] != Py_None) {
-    if (!read(args[WEIGHT], parameter) || !same_shape(parameter, sizes, count) ||
-        !is_positive(args[WEIGHT]))
+    if (!Source::read(args[WEIGHT], parameter) || !same_shape(parameter, sizes, count) ||
+        !Source::is_positive(args[WEIGHT]))
       return false;
     job.weight = data(parameter);
     job.weight_dtype = parameter.dtype;
   }
   if (args[BIAS] != Py_None) {
-    if (!read(args[BIAS], parameter) || !same_shape(parameter, sizes, count) ||
-        !is_positive(args[BIAS]))
+    if (!Source::read(args[BIAS], parameter) || !same_shape(parameter, sizes, count) ||
+        !Source::is_positive(args[BIAS]))
       return false;
     job.bias = data(parameter);
     job.bias_dtype = parameter.dtype;
@@ -141,10 +144,11 @@ void set_strides(Channels &c, const Strides &strides, int64_t axisnorm::Axis::*m
 }
 
 // A tensor of one value a channel, or None. False: something else.
+template <class Source>
 bool read_channels(PyObject *object, int64_t channels, const void *&place, int32_t &dtype) {
   if (object == Py_None) return true;
   Reading r;
-  if (!read(object, r) || !same_shape(r, &channels, 1) || !is_positive(object)) return false;
+  if (!Source::read(object, r) || !same_shape(r, &channels, 1) || !Source::is_positive(object)) return false;
   place = data(r);
   dtype = r.dtype;
   return true;
@@ -153,8 +157,9 @@ bool read_channels(PyObject *object, int64_t channels, const void *&place, int32
 // x, weight, bias, kind, groups, eps: what forward and backward have in common.
 enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, CHANNEL_ACTIVATION, CHANNEL_CONSTANTS };
 
+template <class Source>
 bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
-  if (!read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !is_positive(args[X])) return false;
+  if (!Source::read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !Source::is_positive(args[X])) return false;
   c.kind = (Kind)PyLong_AsLong(args[KIND]);
   c.groups = PyLong_Check(args[GROUPS]) ? PyLong_AsLongLong(args[GROUPS]) : -1;
   c.channels = c.x.t.shape[1];
@@ -163,8 +168,8 @@ bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
   c.job.dtype = c.job.weight_dtype = c.job.bias_dtype = c.x.dtype;
   c.job.x = data(c.x);
   c.job.center = 1;
-  if (!read_channels(args[WEIGHT], c.channels, c.job.weight, c.job.weight_dtype) ||
-      !read_channels(args[BIAS], c.channels, c.job.bias, c.job.bias_dtype) ||
+  if (!read_channels<Source>(args[WEIGHT], c.channels, c.job.weight, c.job.weight_dtype) ||
+      !read_channels<Source>(args[BIAS], c.channels, c.job.bias, c.job.bias_dtype) ||
       !read_number(args[CHANNEL_EPS], c.job.eps))
     return false;
   set_axes(c);
@@ -184,24 +189,56 @@ PyObject *noted(PyObject *const *args, PyObject *y, PyObject *kept) {
   return result;
 }
 
+// short_channel_norm of arrays, whose running statistics do not move here.
+PyObject *channel_norm_of_arrays(PyObject *const *args) {
+  PyObject *const running_mean = args[6], *const running_var = args[7];
+  const bool given = args[8] == Py_False;
+  Channels c = {};
+  Strides strides;
+  if (given != (running_mean != Py_None) || given != (running_var != Py_None) ||
+      (!given && args[8] != Py_True) || !read_channel_norm<Arrays>(args, c, strides) ||
+      !read_activation(args[10], c.job.activation) ||
+      (!given && c.kind == BATCH && c.x.size == c.channels) ||  // an error
+      !read_channels<Arrays>(running_mean, c.channels, c.task.running_mean,
+                             c.task.running_mean_dtype) ||
+      !read_channels<Arrays>(running_var, c.channels, c.task.running_var,
+                             c.task.running_var_dtype))
+    return unsure();
+  PyObject *y = Arrays::like(args[X], c.x.size, c.x.dtype, c.job.y, &strides);
+  if (!y) return nullptr;
+  c.problem.has_y = true;
+  c.problem.has_running = given;
+  set_strides(c, strides, &axisnorm::Axis::y);
+  const axisnorm::Plan plan = axisnorm::make_plan(c.problem);
+  if (plan.refused) {
+    Py_DECREF(y);
+    return unsure();
+  }
+  c.job.divisor = (double)plan.nest.group_size;
+  if (!run([&] { axisnorm::forward(plan, c.job, c.task); }, c.x.size)) Py_CLEAR(y);
+  return y;
+}
+
 // short_channel_norm(x, weight, bias, kind, groups, eps, running_mean, running_var, batch, momentum,
 // activation) -> y. batch: normalize with the statistics of this batch, towards which those given move.
 PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 11 || !api || !is_exact(args[X]) || !unwatched()) return unsure();
+  if (count != 11) return unsure();
+  if (numpy_array::is_array(args[X])) return channel_norm_of_arrays(args);
+  if (!api || !is_exact(args[X]) || !unwatched()) return unsure();
   PyObject *const running_mean = args[6], *const running_var = args[7];
   const bool running = running_mean != Py_None, given = args[8] == Py_False;
   Channels c = {};
   Strides strides;
   double momentum = 0;
   if (running != (running_var != Py_None) || (running && running_mean == running_var) ||
-      (given ? !running : args[8] != Py_True) || !read_channel_norm(args, c, strides) ||
+      (given ? !running : args[8] != Py_True) || !read_channel_norm<Tensors>(args, c, strides) ||
       !read_activation(args[10], c.job.activation))
     return unsure();
   if (!given && c.kind == BATCH && c.x.size == c.channels) return unsure();  // an error
   const void *mean = nullptr, *var = nullptr;
   int32_t mean_dtype = 0, var_dtype = 0;
-  if (running && (!read_channels(running_mean, c.channels, mean, mean_dtype) ||
-                  !read_channels(running_var, c.channels, var, var_dtype)))
+  if (running && (!read_channels<Tensors>(running_mean, c.channels, mean, mean_dtype) ||
+                  !read_channels<Tensors>(running_var, c.channels, var, var_dtype)))
     return unsure();
   if (running && !given &&
       (!read_number(args[9], momentum) || is_inference(running_mean) || is_inference(running_var)))
@@ -310,7 +347,7 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
   Channels c = {};
   Strides strides, grad_strides;
   Reading grad;
-  if (!read_channel_norm(args, c, strides) || !read(gradient, grad, &grad_strides) ||
+  if (!read_channel_norm<Tensors>(args, c, strides) || !read(gradient, grad, &grad_strides) ||
       grad.dtype != c.x.dtype || !same_shape(grad, c.x.t.shape, c.x.t.ndim) ||
       !PyBytes_Check(stats) || !read_activation(args[CHANNEL_ACTIVATION], c.job.activation))
     return unsure();
@@ -392,31 +429,39 @@ PyObject *connect_nodes(PyObject *, PyObject *given) {
 }
 
 // The output of the common arguments; with `stats`, also what backward needs.
+template <class Source>
 PyObject *compute(PyObject *const *args, int32_t activation, PyObject **stats) {
   Job job = {};
   Reading x;
-  if (!read_common(args, job, x)) return unsure();
+  if (!read_common<Source>(args, job, x)) return unsure();
   if (!job.weight && !job.bias && job.n >= axisnorm::LONG) return unsure();  // no rows
   job.activation = activation;
-  PyObject *y = like(args[X], x.size, x.dtype, job.y);
+  PyObject *y = Source::like(args[X], x.size, x.dtype, job.y);
   if (y && stats && !(*stats = new_stats(job))) Py_CLEAR(y);
   if (y && !run_rows(axisnorm::forward, job)) Py_CLEAR(y);
   return y;
 }
 
+// The sizes of trailing axes as a node keeps them: a list of the caller's could change.
+PyObject *kept_shape(PyObject *shape) {
+  return PyLong_Check(shape) ? PyTuple_Pack(1, shape) : PySequence_Tuple(shape);
+}
+
 // The whole short way: guard, forward, and where a gradient is needed the autograd node.
 PyObject *short_way(PyObject *const *args, PyObject *name) {
   int32_t activation;
+  if (numpy_array::is_array(args[X]))
+    return read_activation(name, activation) ? compute<Arrays>(args, activation, nullptr) : unsure();
   if (!api || !is_exact(args[X]) || !unwatched() || !read_activation(name, activation))
     return unsure();
   // What is no tensor is refused when it is read.
   const bool gradient =
       is_recording() &&
       (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
-  if (!gradient) return compute(args, activation, nullptr);
-  PyObject *stats = nullptr, *y = compute(args, activation, &stats);
+  if (!gradient) return compute<Tensors>(args, activation, nullptr);
+  PyObject *stats = nullptr, *y = compute<Tensors>(args, activation, &stats);
   if (!stats) return y;  // unsure, or an error
-  PyObject *shape = y ? PySequence_Tuple(args[SHAPE]) : nullptr;  // a list of the caller's could change
+  PyObject *shape = y ? kept_shape(args[SHAPE]) : nullptr;
   PyObject *result = shape ? noted(args, y, PyTuple_Pack(8, stats, args[BIAS], shape, args[EPS],
                                                          args[OFFSET], args[CENTER], args[ROUNDED],
                                                          name))
@@ -473,7 +518,7 @@ PyObject *short_backward(const Kept &node, PyObject *const *grads) {
   PyObject *common[ACTIVATION + 1], *const stats = node.inputs(common, ACTIVATION + 1);
   Job job = {};
   Reading x, grad;
-  if (!read_common(common, job, x) || !read_activation(common[ACTIVATION], job.activation) ||
+  if (!read_common<Tensors>(common, job, x) || !read_activation(common[ACTIVATION], job.activation) ||
       !read(grads[0], grad) || grad.dtype != x.dtype ||
       !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
@@ -614,27 +659,65 @@ bool draw_seed(uint64_t &seed) {
 
 enum { RESIDUAL, DROPOUT_P, TRAINING, PRENORM, ADDED };
 
-// As short_way, for the norm of a sum: y, or with prenorm (y, h).
-PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
-  if (!api || !apply_add_node || !is_exact(args[X]) || !unwatched()) return unsure();
+// What is added and normalized, as read.
+struct Sum {
   Job job = {};
-  Reading x, residual;
+  Reading x;
+  bool prenorm;
+};
+
+// False: something else.
+template <class Source>
+bool read_sum(PyObject *const *args, PyObject *const *added, Sum &sum) {
+  Reading residual;
   double p;
   const int training = PyObject_IsTrue(added[TRAINING]);
   const int prenorm = training < 0 ? -1 : PyObject_IsTrue(added[PRENORM]);
-  if (prenorm < 0) return PyErr_Clear(), unsure();
-  if (!read_common(args, job, x) || !read(added[RESIDUAL], residual) || !same_kind(residual, x) ||
-      !is_positive(added[RESIDUAL]) || !read_number(added[DROPOUT_P], p) || !(p >= 0 && p < 1))
-    return unsure();
+  if (prenorm < 0) return PyErr_Clear(), false;
+  Job &job = sum.job;
+  if (!read_common<Source>(args, job, sum.x) || !Source::read(added[RESIDUAL], residual) ||
+      !same_kind(residual, sum.x) || !Source::is_positive(added[RESIDUAL]) ||
+      !read_number(added[DROPOUT_P], p) || !(p >= 0 && p < 1))
+    return false;
+  job.residual = data(residual);
+  job.residual_stride = job.h_stride = job.n;
+  if (training) job.dropout_p = p;
+  sum.prenorm = prenorm;
+  return true;
+}
+
+// As short_add_way, of arrays, from which nothing is dropped.
+PyObject *sum_of_arrays(PyObject *const *args, PyObject *const *added) {
+  Sum sum;
+  if (!read_sum<Arrays>(args, added, sum) || sum.job.dropout_p > 0) return unsure();
+  const Reading &x = sum.x;
+  PyObject *y = Arrays::like(args[X], x.size, x.dtype, sum.job.y), *h = nullptr, *result = nullptr;
+  bool fine = y != nullptr;
+  if (fine && sum.prenorm)
+    fine = (h = Arrays::like(args[X], x.size, x.dtype, sum.job.h)) != nullptr;
+  if (fine && run_rows(axisnorm::forward, sum.job)) {
+    result = sum.prenorm ? PyTuple_Pack(2, y, h) : y;
+    if (!sum.prenorm) Py_INCREF(y);
+  }
+  Py_XDECREF(y);
+  Py_XDECREF(h);
+  return result;
+}
+
+// As short_way, for the norm of a sum: y, or with prenorm (y, h).
+PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
+  if (numpy_array::is_array(args[X])) return sum_of_arrays(args, added);
+  if (!api || !apply_add_node || !is_exact(args[X]) || !unwatched()) return unsure();
+  Sum sum;
+  if (!read_sum<Tensors>(args, added, sum)) return unsure();
+  Job &job = sum.job;
+  const Reading &x = sum.x;
+  const bool prenorm = sum.prenorm;
   const bool recording = is_recording();
   const bool gradient_of_h =
       recording && (wants_gradient(args[X]) || wants_gradient(added[RESIDUAL]));
   const bool gradient = gradient_of_h || (recording && (wants_gradient(args[WEIGHT]) ||
                                                         wants_gradient(args[BIAS])));
-  job.residual = data(residual);
-  job.residual_stride = job.h_stride = job.n;
-  if (training) job.dropout_p = p;
-
   PyObject *y = like(args[X], x.size, x.dtype, job.y), *h = nullptr, *stats = nullptr;
   bool fine = y != nullptr;
   if (fine && (gradient || prenorm)) fine = (h = like(args[X], x.size, x.dtype, job.h)) != nullptr;
@@ -643,7 +726,7 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   fine = fine && run_rows(axisnorm::forward, job);
   PyObject *result = nullptr;
   if (fine && gradient) {
-    PyObject *shape = PySequence_Tuple(args[SHAPE]);
+    PyObject *shape = kept_shape(args[SHAPE]);
     PyObject *kept = shape ? Py_BuildValue("(OOOOOOOdL)", stats, args[BIAS], shape, args[EPS],
                                            args[OFFSET], args[CENTER], args[ROUNDED],
                                            job.dropout_p, (long long)job.seed)
@@ -724,7 +807,7 @@ PyObject *short_add_backward(const Kept &node, PyObject *const *grads) {
   PyObject *common[COMMON], *const stats = node.inputs(common, COMMON);
   Job job = {};
   Reading h, grad, grad_h;
-  if (!read_common(common, job, h) || !read_gradient(grads[0], h, grad) ||
+  if (!read_common<Tensors>(common, job, h) || !read_gradient(grads[0], h, grad) ||
       (grads[1] != Py_None && !read_gradient(grads[1], h, grad_h)) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (h.dtype == F64 ? 8 : 4))
     return unsure();

@@ -157,7 +157,7 @@ void Strides::set(const dltensor &t) {
 }
 
 bool read(PyObject *object, Reading &r, Strides *strides) {
-  if (!is_exact(object)) return false;
+  if (!api || !is_exact(object)) return false;
   if (api->describe(object, &r.t)) {
     PyErr_Clear();
     return false;

@@ -1,4 +1,4 @@
-// Reading torch tensors in C. torch exposes a table of C functions (DLPack 1.3, the type's
+// Reading torch tensors in C, and what is read of arrays, too. torch exposes a table of C functions (DLPack 1.3, the type's
 // __dlpack_c_exchange_api__) that describes a tensor without a Python call and without linking to
 // torch.
 #pragma once

@@ -118,7 +118,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 needs_direct_calls = pytest.mark.skipif(
-    not _torch._is_connected, reason="this torch has no table of C functions for its tensors"
+    not _torch.is_connected, reason="this torch has no table of C functions for its tensors"
 )
 
 

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axisnorm
-from axisnorm import Scheme, _torch, _torch_ops, reference
+from axisnorm import Scheme, _native, _route, _torch_ops, reference
 from axisnorm.reference import ACTIVATIONS
 
 Doors = pytest.mark.parametrize(
@@ -47,10 +47,11 @@ Door = Callable[..., torch.Tensor]
 @needs_short_way
 def test_the_short_way_is_taken() -> None:
     x, w, b = values((2, 8)), values((8,)), values((8,))
-    assert _torch.short_layer_norm(x, (8,), w, b, 1e-5, None) is not None
-    assert _torch.short_layer_norm(x, [8], None, torch.nn.Parameter(b), 1, "relu") is not None
-    assert _torch.short_layer_norm(x.requires_grad_(), (8,), w, b, 1e-5, None).requires_grad
-    assert _torch.short_rms_norm(x, (8,), w, None, 0.0, "once", None) is not None
+    assert _native.short_layer_norm(x, (8,), w, b, 1e-5, None) is not None
+    assert _native.short_layer_norm(x, 8, w, b, 1e-5, None) is not None
+    assert _native.short_layer_norm(x, [8], None, torch.nn.Parameter(b), 1, "relu") is not None
+    assert _native.short_layer_norm(x.requires_grad_(), (8,), w, b, 1e-5, None).requires_grad
+    assert _native.short_rms_norm(x, (8,), w, None, 0.0, "once", None) is not None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_the_short_way_is_taken() -> None:
         (values((8, 2)).T, (8,), None, None, 1e-5),
         (values((2, 8)), (7,), None, None, 1e-5),
         (values((2, 8)), (), None, None, 1e-5),
-        (values((2, 8)), 8, None, None, 1e-5),
+        (values((2, 8)), 9, None, None, 1e-5),
+        (values((2, 8)), True, None, None, 1e-5),
         (values((2, 8)), (1, 2, 8), None, None, 1e-5),
         (values((2, 8)), (8,), values((1, 8)), None, 1e-5),
         (values((2, 8)), (8,), None, values((2,)), 1e-5),
@@ -74,7 +76,7 @@ def test_the_short_way_is_taken() -> None:
     ],
 )
 def test_the_short_way_leaves_the_unusual_alone(arguments: tuple[Any, ...]) -> None:
-    assert _torch.short_layer_norm(*arguments, None) is None
+    assert _native.short_layer_norm(*arguments, None) is None
 
 
 # --- One test for each line of the guard: without it the result is silently wrong.
@@ -590,11 +592,11 @@ def test_operators_refuse_what_does_not_fit() -> None:
 def test_what_operators_know_of_shapes_does_not_grow_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_torch_ops, "MOST_PREPARED", 5)
-    _torch_ops._prepared.clear()
+    monkeypatch.setattr(_route, "MOST_PREPARED", 5)
+    _route.prepared.clear()
     for rows in range(1, 12):
         torch.ops.axisnorm.norm_fwd(values((rows, 8)), None, None, None, "... [d]")
-    assert 0 < len(_torch_ops._prepared) <= 5
+    assert 0 < len(_route.prepared) <= 5
 
 
 @pytest.mark.parametrize("case", SCHEMES[::4], ids=str)

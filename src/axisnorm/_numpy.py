@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from . import _build, _route, reference
+from ._memory import LEAST
 from ._numpy_memory import empty_cache, empty_like
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
@@ -23,6 +25,28 @@ __all__ = [
 Array = Any  # numpy.ndarray of a type that may be ml_dtypes.bfloat16
 
 _native = _build.native
+
+
+def _dtype_code(dtype: Any) -> int:
+    """As csrc/norm.h counts the types; -1 for one that has no kernel as it is."""
+    known = dtype.isnative and dtype.name in _route.DTYPES
+    return _route.DTYPES.index(dtype.name) if known else -1
+
+
+def _functions() -> Any:
+    """NumPy's table of C functions, which stands elsewhere before version 2."""
+    try:
+        module = import_module("numpy._core._multiarray_umath")
+    except ModuleNotFoundError:
+        module = import_module("numpy.core._multiarray_umath")
+    return module._ARRAY_API
+
+
+if _native:
+    # The short way of plain arrays, csrc/torch_door.cpp: what it is not sure of comes here.
+    _native.connect_arrays(
+        _functions(), {"empty_like": empty_like, "large": LEAST, "dtype": _dtype_code}
+    )
 
 
 def is_tracing() -> bool:

@@ -7,7 +7,7 @@ compilers and tensor subclasses see ``torch.ops.axisnorm``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,10 @@ __all__ = [
     "exported",
     "handle_torch_function",
     "has_torch_function",
+    "is_connected",
     "is_foreign",
     "is_tracing",
     "normalize",
-    "short_channel_norm",
-    "short_layer_norm",
-    "short_rms_norm",
     "split",
     "statistics",
 ]
@@ -202,16 +200,13 @@ _CONNECTED: dict[str, Any] = {
     "compiler": vars(torch.compiler),
     "forward_ad": vars(forward_ad),
 }
-_is_connected = bool(
+is_connected = bool(
     _native
     and hasattr(Tensor, "__dlpack_c_exchange_api__")
     and _native.connect(Tensor.__dlpack_c_exchange_api__, _CONNECTED)
 )
 
-short_layer_norm: Callable[..., Any] = _nothing
-short_rms_norm: Callable[..., Any] = _nothing
-short_channel_norm: Callable[..., Any] = _nothing
-if _is_connected:
+if is_connected:
     _native.connect_nodes(
         {
             # Function.apply looks for torch.func transforms, which the guard has done.
@@ -220,9 +215,6 @@ if _is_connected:
             "increment_version": increment_version,
         }
     )
-    short_layer_norm = _native.short_layer_norm
-    short_rms_norm = _native.short_rms_norm
-    short_channel_norm = _native.short_channel_norm
     if hasattr(_ShortNorm, "_backward_cls"):
         _native.quicken(_ShortNorm._backward_cls)
 

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import (
-    _route,
-    _torch,
-    _torch_ops,
-)
+from . import _route, _torch, _torch_ops
 from ._torch import activate, split
 from .reference import ACTIVATIONS
 from .scheme import trailing_names
@@ -27,8 +23,8 @@ __all__ = ["add_layer_norm", "add_rms_norm", "substitute"]
 
 _has_torch_function = torch.overrides.has_torch_function
 _is_exporting = torch.onnx.is_in_onnx_export
-_norm = torch.ops.axisnorm.norm_fwd.default
-_train = torch.ops.axisnorm.norm_train_fwd.default
+_norm = _torch_ops.ops.norm_fwd.default
+_train = _torch_ops.ops.norm_train_fwd.default
 _strided = torch.strided
 
 _TRAILING = tuple(
@@ -235,13 +231,14 @@ def _trailing(x: Tensor, shape: Any) -> str | None:
     return _TRAILING[len(shape) - 1] if tuple(x.shape[-len(shape) :]) == shape else None
 
 
-def substitute(short: Callable[..., Any], seen: Callable[..., Any]) -> None:
-    """Have compilers see ``seen`` where ``short`` is called."""
-    if _torch._is_connected:
-        torch.compiler.substitute_in_graph(short, skip_signature_check=True)(seen)
+def substitute(short: str, seen: Callable[..., Any]) -> None:
+    """Have compilers see ``seen`` where the native module's ``short`` is called."""
+    if _torch.is_connected:
+        short_way = getattr(_torch._native, short)
+        torch.compiler.substitute_in_graph(short_way, skip_signature_check=True)(seen)
 
 
-substitute(_torch.short_layer_norm, layer_norm)
-substitute(_torch.short_rms_norm, rms_norm)
-substitute(_torch.short_channel_norm, channel_norm)
-substitute(_torch_ops.short_normalize, _torch._nothing)
+substitute("short_layer_norm", layer_norm)
+substitute("short_rms_norm", rms_norm)
+substitute("short_channel_norm", channel_norm)
+substitute("short_normalize", _torch._nothing)

@@ -22,8 +22,6 @@ __all__ = [
     "check_steps",
     "is_fused",
     "normalize",
-    "short_add_layer_norm",
-    "short_add_rms_norm",
 ]
 
 _native = _torch._native
@@ -554,7 +552,7 @@ for _name, _rules in {
 
 _op_forward_into = _torch_ops.into(_op_forward, 3)
 _op_backward_into = _torch_ops.into(_op_backward, 4)
-if _torch._is_connected:
+if _torch.is_connected:
     _native.connect_add_ops({"forward_into": _op_forward_into, "backward_into": _op_backward_into})
     _op_forward_into = _native.op_add_forward_into
     _op_backward_into = _native.op_add_backward_into
@@ -569,8 +567,7 @@ for _name, _kernel in {
 # --------------------------------------------------------------------------------------------
 # The short way, in csrc/torch_door.cpp
 
-short_add_layer_norm = short_add_rms_norm = _torch._nothing
-if _torch._is_connected:
+if _torch.is_connected:
     with torch.inference_mode(False):
         _kept_seed = torch.empty((), dtype=torch.int64, device="cpu")
     _native.connect_add(
@@ -581,9 +578,7 @@ if _torch._is_connected:
             "seed": _kept_seed,
         }
     )
-    short_add_layer_norm = _native.short_add_layer_norm
-    short_add_rms_norm = _native.short_add_rms_norm
-    _torch_graph.substitute(short_add_layer_norm, _torch_graph.add_layer_norm)
-    _torch_graph.substitute(short_add_rms_norm, _torch_graph.add_rms_norm)
+    _torch_graph.substitute("short_add_layer_norm", _torch_graph.add_layer_norm)
+    _torch_graph.substitute("short_add_rms_norm", _torch_graph.add_rms_norm)
     if hasattr(_ShortAddNorm, "_backward_cls"):
         _native.quicken_add(_ShortAddNorm._backward_cls)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _numpy, _route
+from . import _build, _numpy, _route
 from .reference import checked_activation
 from .scheme import (
     ArgumentError,
@@ -43,16 +43,20 @@ Array = Any
 
 
 def _no_short_way(*_: Any) -> None:
-    """Before torch is seen, and for builds without the native module."""
+    """For builds without the native module."""
 
 
-# Plain torch tensors that nothing watches; None for everything else.
-_short_layer_norm: Callable[..., Any] = _no_short_way
-_short_rms_norm: Callable[..., Any] = _no_short_way
-_short_channel_norm: Callable[..., Any] = _no_short_way
-_short_normalize: Callable[..., Any] = _no_short_way
-_short_add_layer_norm: Callable[..., Any] = _no_short_way
-_short_add_rms_norm: Callable[..., Any] = _no_short_way
+# Plain arrays, and plain torch tensors that nothing watches; None for everything else.
+_SHORT_WAYS = ("layer_norm", "rms_norm", "channel_norm", "normalize", "add_layer_norm",
+               "add_rms_norm")  # fmt: skip
+(
+    _short_layer_norm,
+    _short_rms_norm,
+    _short_channel_norm,
+    _short_normalize,
+    _short_add_layer_norm,
+    _short_add_rms_norm,
+) = (getattr(_build.native, f"short_{name}", _no_short_way) for name in _SHORT_WAYS)
 
 
 def normalize(
@@ -719,19 +723,24 @@ _torch_sum: Any = None
 """The engine for norms of a sum."""
 
 
+def _for_arrays(short: Callable[..., Any]) -> Callable[..., Any]:
+    """Where torch is too old for a short way, which its compilers could not look into either."""
+
+    def short_way(x: Any, *others: Any) -> Any:
+        return short(x, *others) if type(x) is np.ndarray else None
+
+    return short_way
+
+
 def _load_torch() -> Any:
     """Load the torch engine, once torch itself is loaded."""
-    global _torch_engine, _short_layer_norm, _short_rms_norm, _short_channel_norm
-    global _torch_sum, _short_add_layer_norm, _short_add_rms_norm, _short_normalize
+    global _torch_engine, _torch_sum
     if _torch_engine is None and sys.modules.get("torch") is not None:
-        from . import _torch, _torch_ops, _torch_residual
+        from . import _torch, _torch_residual
 
-        _short_layer_norm = _torch.short_layer_norm
-        _short_rms_norm = _torch.short_rms_norm
-        _short_channel_norm = _torch.short_channel_norm
-        _short_normalize = _torch_ops.short_normalize
-        _short_add_layer_norm = _torch_residual.short_add_layer_norm
-        _short_add_rms_norm = _torch_residual.short_add_rms_norm
+        if _build.native and not _torch.is_connected:
+            for name in _SHORT_WAYS:
+                globals()[f"_short_{name}"] = _for_arrays(getattr(_build.native, f"short_{name}"))
         _torch_sum = _torch_residual
         _torch_engine = _torch
     return _torch_engine
