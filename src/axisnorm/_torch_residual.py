@@ -170,7 +170,21 @@ class _ShortAddNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
+        if _torch._is_compiling():  # compiled autograd
+            return _traced_backward(ctx, grad, grad_h)
         return _native.add_node_backward(ctx, grad, grad_h)
+
+
+def _traced_backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
+    """The gradients by operators. What is kept of the statistics is no tensor: measured again."""
+    h, weight = ctx.saved_tensors
+    kept = ctx.kept
+    bias, constants, dropout_p = kept[1], kept[2:-2], kept[-2]
+    scheme = _torch._scheme_of_rows(*constants)
+    stats = torch.ops.axisnorm.norm_fwd(h, weight, bias, None, str(scheme))[1]
+    seed = torch.tensor(kept[-1]) if dropout_p else None
+    saved = Saved(h, weight, bias, seed, stats, dropout_p)
+    return (*_gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad), None)
 
 
 def _long_backward(
@@ -207,9 +221,13 @@ def _gradients(
     if not compiling:
         # Saved tensors can have got other data since.
         _torch._check(inputs, scheme)
-    batched = _torch._is_batched(grad) or (grad_h is not None and _torch._is_batched(grad_h))
     differentiated = _torch._grad_enabled() or forward_ad._current_level >= 0
-    if not compiling and (differentiated or _torch._transforms() or batched):
+    if not compiling and (
+        differentiated
+        or _torch._transforms()
+        or _torch._is_batched(grad)
+        or (grad_h is not None and _torch._is_batched(grad_h))
+    ):
         dh, dweight, dbias = _torch._reference_backward(grad, inputs, scheme)
         if grad_h is not None:
             dh = dh + grad_h
