@@ -12,7 +12,7 @@ struct Array {
   PyObject *base, *descr;
   int flags;
 };
-enum { C_CONTIGUOUS = 0x1, ALIGNED = 0x100 };
+enum { C_CONTIGUOUS = 0x1, ALIGNED = 0x100, WRITEABLE = 0x400 };
 
 // Places of functions in the table, and the order of a new array that is its model's.
 enum { GET_ABI_VERSION = 0, ARRAY_TYPE = 2, NEW_LIKE_ARRAY = 277 };
@@ -84,6 +84,8 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 bool is_array(PyObject *object) { return Py_TYPE(object) == array_type; }
+
+bool is_writable(PyObject *array) { return ((const Array *)array)->flags & WRITEABLE; }
 
 bool read(PyObject *object, Reading &r, Strides *strides) {
   if (!is_array(object)) return false;

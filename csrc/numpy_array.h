@@ -14,6 +14,8 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count);
 // The class is exactly numpy.ndarray. False until connect().
 bool is_array(PyObject *object);
 
+bool is_writable(PyObject *array);
+
 // An array of this machine's numbers, aligned, not empty, and contiguous unless its strides are asked
 // for; false otherwise, without an error.
 bool read(PyObject *object, Reading &r, Strides *strides = nullptr);
@@ -23,29 +25,3 @@ PyObject *like(PyObject *array, int64_t size, int dtype, void *&address,
                Strides *strides = nullptr);
 
 }  // namespace numpy_array
-
-namespace torch_door {
-
-// Whose arrays a short way reads and makes.
-struct Tensors {
-  static bool read(PyObject *object, Reading &r, Strides *strides = nullptr) {
-    return torch_door::read(object, r, strides);
-  }
-  static bool is_positive(PyObject *object) { return torch_door::is_positive(object); }
-  static PyObject *like(PyObject *object, int64_t size, int dtype, void *&address,
-                        Strides *strides = nullptr) {
-    return torch_door::like(object, size, dtype, address, strides);
-  }
-};
-struct Arrays {
-  static bool read(PyObject *object, Reading &r, Strides *strides = nullptr) {
-    return numpy_array::read(object, r, strides);
-  }
-  static bool is_positive(PyObject *) { return true; }
-  static PyObject *like(PyObject *object, int64_t size, int dtype, void *&address,
-                        Strides *strides = nullptr) {
-    return numpy_array::like(object, size, dtype, address, strides);
-  }
-};
-
-}  // namespace torch_door

@@ -3,15 +3,13 @@
 // way, which finds out why and raises where something is wrong.
 #include "torch_door.h"
 
-#include "numpy_array.h"
-#include "torch_tensor.h"
+#include "arrays.h"
 
 namespace torch_door {
 namespace {
 
 PyObject *apply_node;     // _ShortNorm.apply(x, weight, bias, (y, kept)) -> y
 PyObject *long_backward;  // (ctx, saved, grad): what short_backward leaves alone
-PyObject *increment_version;
 
 // Names of attributes, made once.
 struct {
@@ -190,7 +188,7 @@ PyObject *noted(PyObject *const *args, PyObject *y, PyObject *kept) {
 }
 
 // short_channel_norm of arrays, whose running statistics do not move here.
-PyObject *channel_norm_of_arrays(PyObject *const *args) {
+PyObject *channel_norm_of_arrays(PyObject *const *args, PyObject *out) {
   PyObject *const running_mean = args[6], *const running_var = args[7];
   const bool given = args[8] == Py_False;
   Channels c = {};
@@ -202,28 +200,28 @@ PyObject *channel_norm_of_arrays(PyObject *const *args) {
       !read_channels<Arrays>(running_mean, c.channels, c.task.running_mean,
                              c.task.running_mean_dtype) ||
       !read_channels<Arrays>(running_var, c.channels, c.task.running_var,
-                             c.task.running_var_dtype))
+                             c.task.running_var_dtype) ||
+      may_meet<Arrays>(out, {running_mean, running_var}))
     return unsure();
-  PyObject *y = Arrays::like(args[X], c.x.size, c.x.dtype, c.job.y, &strides);
-  if (!y) return nullptr;
+  Output<Arrays> output;
+  if (!output.make(args[X], c.x, out, {args[X], args[WEIGHT], args[BIAS]}, c.job.y, &strides))
+    return failed_or_unsure();
   c.problem.has_y = true;
   c.problem.has_running = given;
   set_strides(c, strides, &axisnorm::Axis::y);
   const axisnorm::Plan plan = axisnorm::make_plan(c.problem);
-  if (plan.refused) {
-    Py_DECREF(y);
-    return unsure();
-  }
+  if (plan.refused) return unsure();
   c.job.divisor = (double)plan.nest.group_size;
-  if (!run([&] { axisnorm::forward(plan, c.job, c.task); }, c.x.size)) Py_CLEAR(y);
-  return y;
+  return output.result(
+      run([&] { axisnorm::forward(plan, c.job, c.task), output.settle(); }, c.x.size));
 }
 
 // short_channel_norm(x, weight, bias, kind, groups, eps, running_mean, running_var, batch, momentum,
-// activation) -> y. batch: normalize with the statistics of this batch, towards which those given move.
+// activation, out=None) -> y. batch: normalize with the statistics of this batch, towards which those given move.
 PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 11) return unsure();
-  if (numpy_array::is_array(args[X])) return channel_norm_of_arrays(args);
+  if (count < 11 || count > 12) return unsure();
+  PyObject *const out = count > 11 ? args[11] : Py_None;
+  if (numpy_array::is_array(args[X])) return channel_norm_of_arrays(args, out);
   if (!api || !is_exact(args[X]) || !unwatched()) return unsure();
   PyObject *const running_mean = args[6], *const running_var = args[7];
   const bool running = running_mean != Py_None, given = args[8] == Py_False;
@@ -246,7 +244,9 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   const bool recording = is_recording();
   if (recording && (wants_gradient(running_mean) || wants_gradient(running_var))) return unsure();
   const bool gradient = recording && (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) ||
-                                      wants_gradient(args[BIAS]));
+                                      wants_gradient(args[BIAS]) || wants_gradient(out));
+  if (gradient && out != Py_None) return unsure();  // an error
+  if (running && may_meet<Tensors>(out, {running_mean, running_var})) return unsure();
   if (given) {
     c.task.running_mean = mean;
     c.task.running_var = var;
@@ -254,16 +254,14 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
     c.task.running_var_dtype = var_dtype;
   }
 
-  PyObject *y = like(args[X], c.x.size, c.x.dtype, c.job.y, &strides);
-  if (!y) return nullptr;
+  Output<Tensors> output;
+  if (!output.make(args[X], c.x, out, {args[X], args[WEIGHT], args[BIAS]}, c.job.y, &strides))
+    return failed_or_unsure();
   c.problem.has_y = true;
   c.problem.has_running = given;
   set_strides(c, strides, &axisnorm::Axis::y);
   const axisnorm::Plan plan = axisnorm::make_plan(c.problem);
-  if (plan.refused) {
-    Py_DECREF(y);
-    return unsure();
-  }
+  if (plan.refused) return unsure();
   const Nest &nest = plan.nest;
   c.job.divisor = (double)nest.group_size;
   PyObject *stats = nullptr, *moments = nullptr, *result = nullptr;
@@ -283,13 +281,14 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
     fine = moments != nullptr;
     if (fine) c.job.var = (double *)PyBytes_AsString(moments);
   }
-  fine = fine && run([&] { axisnorm::forward(plan, c.job, c.task); }, c.x.size);
-  if (fine && gradient) {
+  PyObject *const y = output.result(
+      fine && run([&] { axisnorm::forward(plan, c.job, c.task), output.settle(); }, c.x.size));
+  if (y && gradient) {
     result = noted(args, y, PyTuple_Pack(7, stats, args[BIAS], args[KIND], args[GROUPS],
                                          args[CHANNEL_EPS], given ? Py_True : Py_False, args[10]));
-  } else if (fine) {
+  } else {
     result = y;
-    Py_INCREF(y);
+    Py_XINCREF(y);
   }
   // Last, and after the node has seen the versions of its tensors.
   if (result && !given && running) {
@@ -297,12 +296,7 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
     axisnorm::move({(void *)mean, (void *)var, mean_dtype, var_dtype, c.channels, averaged, 1,
                     c.job.stats, c.job.var, nullptr, (double)nest.group_size, 0, 1, momentum,
                     c.x.dtype});
-    PyObject *both = PyTuple_Pack(2, running_mean, running_var);
-    PyObject *done =
-        both ? PyObject_CallFunctionObjArgs(increment_version, both, nullptr) : nullptr;
-    if (!done) Py_CLEAR(result);
-    Py_XDECREF(both);
-    Py_XDECREF(done);
+    if (!increment_versions({running_mean, running_var})) Py_CLEAR(result);
   }
   for (PyObject *used : {y, stats, moments}) Py_XDECREF(used);
   return result;
@@ -414,10 +408,7 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
 
 // connect_nodes({name: object}) -> None: what the nodes of plain norms need, by name
 PyObject *connect_nodes(PyObject *, PyObject *given) {
-  if (!take(given, {{"apply_node", &apply_node},
-                    {"long_backward", &long_backward},
-                    {"increment_version", &increment_version}}))
-    return nullptr;
+  if (!take(given, {{"apply_node", &apply_node}, {"long_backward", &long_backward}})) return nullptr;
 #define INTERN(name) \
   if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr
   INTERN(to_save);
@@ -428,18 +419,20 @@ PyObject *connect_nodes(PyObject *, PyObject *given) {
   Py_RETURN_NONE;
 }
 
-// The output of the common arguments; with `stats`, also what backward needs.
+// The output of the common arguments, in `out` unless that is None; with `stats`, also what backward
+// needs.
 template <class Source>
-PyObject *compute(PyObject *const *args, int32_t activation, PyObject **stats) {
+PyObject *compute(PyObject *const *args, int32_t activation, PyObject *out, PyObject **stats) {
   Job job = {};
   Reading x;
   if (!read_common<Source>(args, job, x)) return unsure();
   if (!job.weight && !job.bias && job.n >= axisnorm::LONG) return unsure();  // no rows
   job.activation = activation;
-  PyObject *y = Source::like(args[X], x.size, x.dtype, job.y);
-  if (y && stats && !(*stats = new_stats(job))) Py_CLEAR(y);
-  if (y && !run_rows(axisnorm::forward, job)) Py_CLEAR(y);
-  return y;
+  Output<Source> output;
+  if (!output.make(args[X], x, out, {args[X], args[WEIGHT], args[BIAS]}, job.y))
+    return failed_or_unsure();
+  if (stats && !(*stats = new_stats(job))) return nullptr;
+  return output.result(run([&] { axisnorm::forward(job), output.settle(); }, x.size));
 }
 
 // The sizes of trailing axes as a node keeps them: a list of the caller's could change.
@@ -448,18 +441,21 @@ PyObject *kept_shape(PyObject *shape) {
 }
 
 // The whole short way: guard, forward, and where a gradient is needed the autograd node.
-PyObject *short_way(PyObject *const *args, PyObject *name) {
+PyObject *short_way(PyObject *const *args, PyObject *name, PyObject *out) {
   int32_t activation;
   if (numpy_array::is_array(args[X]))
-    return read_activation(name, activation) ? compute<Arrays>(args, activation, nullptr) : unsure();
+    return read_activation(name, activation) ? compute<Arrays>(args, activation, out, nullptr)
+                                             : unsure();
   if (!api || !is_exact(args[X]) || !unwatched() || !read_activation(name, activation))
     return unsure();
   // What is no tensor is refused when it is read.
   const bool gradient =
       is_recording() &&
-      (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
-  if (!gradient) return compute<Tensors>(args, activation, nullptr);
-  PyObject *stats = nullptr, *y = compute<Tensors>(args, activation, &stats);
+      (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]) ||
+       wants_gradient(out));
+  if (!gradient) return compute<Tensors>(args, activation, out, nullptr);
+  if (out != Py_None) return unsure();  // an error
+  PyObject *stats = nullptr, *y = compute<Tensors>(args, activation, out, &stats);
   if (!stats) return y;  // unsure, or an error
   PyObject *shape = y ? kept_shape(args[SHAPE]) : nullptr;
   PyObject *result = shape ? noted(args, y, PyTuple_Pack(8, stats, args[BIAS], shape, args[EPS],
@@ -487,12 +483,17 @@ PyObject *node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return y;
 }
 
-// short_layer_norm(x, normalized_shape, weight, bias, eps, activation) -> y
+// What was given in this place, or None.
+PyObject *optional(PyObject *const *args, Py_ssize_t count, int place) {
+  return count > place ? args[place] : Py_None;
+}
+
+// short_layer_norm(x, normalized_shape, weight, bias, eps, activation, out=None) -> y
 PyObject *short_layer_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 6) return unsure();
+  if (count < 6 || count > 7) return unsure();
   static PyObject *const zero = PyFloat_FromDouble(0.0);
   PyObject *common[COMMON] = {args[0], args[2], args[3], args[1], args[4], zero, Py_True, Py_False};
-  return short_way(common, args[5]);
+  return short_way(common, args[5], optional(args, count, 6));
 }
 
 // False: neither of the two texts.
@@ -502,13 +503,13 @@ bool read_rounding(PyObject *text, bool &once) {
   return once || PyUnicode_CompareWithASCIIString(text, "before_affine") == 0;
 }
 
-// short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding, activation) -> y
+// short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding, activation, out=None) -> y
 PyObject *short_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   bool once;
-  if (count != 7 || !read_rounding(args[5], once)) return unsure();
+  if (count < 7 || count > 8 || !read_rounding(args[5], once)) return unsure();
   PyObject *common[COMMON] = {args[0], args[2], Py_None,  args[1],
                               args[3], args[4], Py_False, once ? Py_False : Py_True};
-  return short_way(common, args[6]);
+  return short_way(common, args[6], optional(args, count, 7));
 }
 
 // (dx, dweight, dbias, None), or None.

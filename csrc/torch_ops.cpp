@@ -7,9 +7,8 @@
 
 #include <string.h>
 
+#include "arrays.h"
 #include "axes.h"
-#include "numpy_array.h"
-#include "torch_tensor.h"
 
 namespace torch_door {
 namespace {
@@ -231,9 +230,9 @@ PyObject *by_python(PyObject *function, PyObject *const *args, Py_ssize_t count)
 }
 
 // y, and with it the plan. Null: an error, or none where there is no plan.
-template <class Source = Tensors> PyObject *new_output(Call &call, PyObject *x) {
+PyObject *new_output(Call &call, PyObject *x) {
   Strides strides;
-  PyObject *y = Source::like(x, call.x.size, call.x.dtype, call.job.y, &strides);
+  PyObject *y = like(x, call.x.size, call.x.dtype, call.job.y, &strides);
   if (!y) return nullptr;
   call.problem.has_y = true;
   call.set_strides(strides, &axisnorm::Axis::y);
@@ -263,31 +262,39 @@ PyObject *op_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 // The arguments of short_normalize, nobody watching.
-template <class Source> PyObject *normalized(PyObject *const *args) {
+template <class Source> PyObject *normalized(PyObject *const *args, PyObject *out) {
   Call call;
   if (!read_activation(args[6], call.job.activation) ||
       !call.read<Source>(args[0], args[2], args[3], Py_None, args[4], args[5], args[1]) ||
       (call.constant(USES_RUNNING) == Py_True) != (args[4] != Py_None))
-    return PyErr_Occurred() ? nullptr : unsure();
+    return failed_or_unsure();
   call.problem.has_running = args[4] != Py_None;
-  PyObject *y = new_output<Source>(call, args[0]);
-  if (!y) return PyErr_Occurred() ? nullptr : unsure();
-  if (!run([&] { axisnorm::forward(call.plan, call.job, call.task); }, call.x.size)) Py_CLEAR(y);
-  return y;
+  Output<Source> output;
+  Strides strides;
+  if (may_meet<Source>(out, {args[4], args[5]}) ||
+      !output.make(args[0], call.x, out, {args[0], args[2], args[3]}, call.job.y, &strides))
+    return failed_or_unsure();
+  call.problem.has_y = true;
+  call.set_strides(strides, &axisnorm::Axis::y);
+  if (!call.make_plan()) return unsure();
+  return output.result(run(
+      [&] { axisnorm::forward(call.plan, call.job, call.task), output.settle(); }, call.x.size));
 }
 
-// short_normalize(x, scheme, weight, bias, running_mean, running_var, activation) -> y, where no gradient
-// is wanted and nothing moves
+// short_normalize(x, scheme, weight, bias, running_mean, running_var, activation, out=None) -> y, where
+// no gradient is wanted and nothing moves
 PyObject *short_normalize(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 7 || !PyUnicode_Check(args[1])) return unsure();
-  if (numpy_array::is_array(args[0])) return normalized<Arrays>(args);
+  if (count < 7 || count > 8 || !PyUnicode_Check(args[1])) return unsure();
+  PyObject *const out = count > 7 ? args[7] : Py_None;
+  if (numpy_array::is_array(args[0])) return normalized<Arrays>(args, out);
   if (!api || !unwatched()) return unsure();
   const bool recording = is_recording();
   for (int i : {0, 2, 3, 4, 5})
     if ((i == 0 || args[i] != Py_None) && (!is_exact(args[i]) || !is_positive(args[i]) ||
                                            (recording && wants_gradient(args[i]))))
       return unsure();
-  return normalized<Tensors>(args);
+  if (recording && wants_gradient(out)) return unsure();
+  return normalized<Tensors>(args, out);
 }
 
 // A tensor like x that is written to, and the axes' strides of it. False: something else.

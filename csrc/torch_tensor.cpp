@@ -14,6 +14,7 @@ PyObject *large_empty_like;
 int64_t large;  // bytes from which large_empty_like allocates
 PyObject *empty_strided;  // (sizes, strides, dtype) -> a tensor, in half of the time; or None
 PyObject *dtypes;         // torch's, by their numbers here
+PyObject *increment_version;  // of tensors in a tuple
 
 // Who may be watching: functions without arguments that return a number or a bool,
 // torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
@@ -100,6 +101,7 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
                       {"large", &least},
                       {"empty_strided", &empty_strided},
                       {"dtypes", &dtypes},
+                      {"increment_version", &increment_version},
                       {"dispatch_modes", &watch.dispatch_modes},
                       {"function_mode", &watch.function_mode},
                       {"transforms", &watch.transforms},
@@ -147,6 +149,20 @@ bool wants_gradient(PyObject *tensor) {
 }
 
 bool is_inference(PyObject *tensor) { return !says_no(watch.is_inference, tensor); }
+
+bool increment_versions(std::initializer_list<PyObject *> tensors) {
+  PyObject *all = PyTuple_New((Py_ssize_t)tensors.size());
+  Py_ssize_t i = 0;
+  for (PyObject *tensor : tensors) {
+    Py_INCREF(tensor);
+    if (all && PyTuple_SetItem(all, i++, tensor)) Py_CLEAR(all);
+  }
+  PyObject *done =
+      all ? PyObject_CallFunctionObjArgs(increment_version, all, nullptr) : nullptr;
+  Py_XDECREF(all);
+  Py_XDECREF(done);
+  return done;
+}
 
 void Strides::set(const dltensor &t) {
   int64_t step = 1;

@@ -117,7 +117,14 @@ def connect_schemes(given: dict[str, Any], /) -> None: ...
 def connect(table: Any, watch: dict[str, Any], /) -> bool: ...
 def connect_nodes(given: dict[str, Any], /) -> None: ...
 def short_layer_norm(
-    x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any, /
+    x: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any,
+    out: Any = None,
+    /,
 ) -> Any: ...
 def short_rms_norm(
     x: Any,
@@ -127,6 +134,7 @@ def short_rms_norm(
     weight_offset: Any,
     rounding: Any,
     activation: Any,
+    out: Any = None,
     /,
 ) -> Any: ...
 def short_channel_norm(
@@ -141,6 +149,7 @@ def short_channel_norm(
     batch: Any,
     momentum: Any,
     activation: Any,
+    out: Any = None,
     /,
 ) -> Any: ...
 def short_normalize(
@@ -151,6 +160,7 @@ def short_normalize(
     running_mean: Any,
     running_var: Any,
     activation: Any,
+    out: Any = None,
     /,
 ) -> Any: ...
 def node_forward(ctx: Any, x: Any, weight: Any, bias: Any, found: Any, /) -> Any: ...

@@ -211,6 +211,7 @@ _CONNECTED: dict[str, Any] = {
     "large": _torch_memory.LEAST,
     "empty_strided": _torch_memory.empty_strided,
     "dtypes": tuple(_CODES),
+    "increment_version": increment_version,
     "dispatch_modes": _dispatch_modes,
     "function_mode": _C._is_torch_function_mode_enabled,
     "transforms": _transforms,
@@ -233,7 +234,6 @@ if is_connected:
             # Function.apply looks for torch.func transforms, which the guard has done.
             "apply_node": super(Function, _ShortNorm).apply,
             "long_backward": _long_backward,
-            "increment_version": increment_version,
         }
     )
     if hasattr(_ShortNorm, "_backward_cls"):

@@ -42,10 +42,16 @@ _CHANNELS = {
 
 
 def layer_norm(
-    x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any
+    x: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any,
+    out: Any = None,
 ) -> Tensor | None:
     """What ``short_layer_norm`` is."""
-    if not _is_known(activation) or not _is_usual(x, weight, bias, eps):
+    if out is not None or not _is_known(activation) or not _is_usual(x, weight, bias, eps):
         return None
     axes = _trailing(x, normalized_shape)
     if axes is None:
@@ -61,9 +67,10 @@ def rms_norm(
     weight_offset: Any,
     rounding: Any,
     activation: Any,
+    out: Any = None,
 ) -> Tensor | None:
     """What ``short_rms_norm`` is."""
-    if not _is_known(activation):
+    if out is not None or not _is_known(activation):
         return None
     text = _rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
     return None if text is None else _activated_norm(x, weight, None, text, activation)
@@ -139,9 +146,12 @@ def channel_norm(
     batch: Any,
     momentum: Any,
     activation: Any,
+    out: Any = None,
 ) -> Tensor | None:
     """What ``short_channel_norm`` is."""
-    if not _is_known(activation) or not _is_usual(x, weight, bias, eps) or x.dim() < 2:
+    if out is not None or not _is_known(activation):
+        return None
+    if not _is_usual(x, weight, bias, eps) or x.dim() < 2:
         return None
     if kind == _route.GROUP:
         if not isinstance(groups, int) or groups < 1:

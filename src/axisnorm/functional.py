@@ -105,9 +105,9 @@ def normalize(
     >>> normalize(x, "[n] d").round(4).tolist()
     [[-1.0, -1.0, 1.0, -1.0], [1.0, 1.0, -1.0, 1.0]]
     """
-    if mask is None and out is None:
+    if mask is None:
         text = scheme.text if isinstance(scheme, Scheme) else scheme
-        y = _short_normalize(x, text, weight, bias, running_mean, running_var, activation)
+        y = _short_normalize(x, text, weight, bias, running_mean, running_var, activation, out)
         if y is not None:
             return y
     inputs = (x, weight, bias, mask, running_mean, running_var)
@@ -179,8 +179,8 @@ def layer_norm(
     >>> layer_norm(np.array([[1.0, 2.0, 4.0, 1.0]]), 4).round(4).tolist()
     [[-0.8165, 0.0, 1.633, -0.8165]]
     """
-    if mask is None and out is None:
-        y = _short_layer_norm(x, normalized_shape, weight, bias, eps, activation)
+    if mask is None:
+        y = _short_layer_norm(x, normalized_shape, weight, bias, eps, activation, out)
         if y is not None:
             return y
     inputs = (x, weight, bias, mask)
@@ -233,8 +233,10 @@ def rms_norm(
     >>> rms_norm(np.array([1.0, 2.0, 3.0, 4.0]), 4).round(7).tolist()
     [0.3651484, 0.7302967, 1.0954451, 1.4605935]
     """
-    if mask is None and out is None:
-        y = _short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding, activation)
+    if mask is None:
+        y = _short_rms_norm(
+            x, normalized_shape, weight, eps, weight_offset, rounding, activation, out
+        )
         if y is not None:
             return y
     inputs = (x, weight, None, mask)
@@ -281,9 +283,9 @@ def layer_norm_2d(
     >>> layer_norm_2d(np.array([[[0.0], [2.0]]])).round(4).tolist()
     [[[-1.0], [1.0]]]
     """
-    if mask is None and out is None:
+    if mask is None:
         y = _short_channel_norm(
-            x, weight, bias, _route.LAYER_2D, None, eps, None, None, True, 0.0, activation
+            x, weight, bias, _route.LAYER_2D, None, eps, None, None, True, 0.0, activation, out
         )
         if y is not None:
             return y
@@ -324,9 +326,9 @@ def group_norm(
     >>> group_norm(np.array([[0.0, 2.0, 5.0, 9.0]]), 2).round(4).tolist()
     [[-1.0, 1.0, -1.0, 1.0]]
     """
-    if mask is None and out is None:
+    if mask is None:
         y = _short_channel_norm(
-            x, weight, bias, _route.GROUP, num_groups, eps, None, None, True, 0.0, activation
+            x, weight, bias, _route.GROUP, num_groups, eps, None, None, True, 0.0, activation, out
         )
         if y is not None:
             return y
@@ -379,10 +381,10 @@ def instance_norm(
     >>> instance_norm(np.array([[[0.0, 2.0], [5.0, 9.0]]])).round(4).tolist()
     [[[-1.0, 1.0], [-1.0, 1.0]]]
     """
-    if mask is None and out is None:
+    if mask is None:
         y = _short_channel_norm(
             x, weight, bias, _route.INSTANCE, None, eps, running_mean, running_var, use_input_stats,
-            momentum, activation,
+            momentum, activation, out,
         )  # fmt: skip
         if y is not None:
             return y
@@ -448,10 +450,10 @@ def batch_norm(
     """
     if not (type(eps) is float and eps > 0.0):
         eps = _batch_eps(eps, training)
-    if mask is None and out is None:
+    if mask is None:
         y = _short_channel_norm(
             x, weight, bias, _route.BATCH, None, eps, running_mean, running_var, training, momentum,
-            activation,
+            activation, out,
         )  # fmt: skip
         if y is not None:
             return y
