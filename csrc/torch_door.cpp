@@ -40,9 +40,9 @@ bool read_shape(PyObject *shape, const Reading &x, Job &job, int64_t *sizes, int
   return true;
 }
 
-// What a node keeps beside its saved tensors x and weight, in one tuple: attributes cost more. The
-// bias may change before backward, which does not read it unless there is an activation, the last of
-// the constants: then it is saved, too.
+// What a node keeps beside its saved tensors x (or h) and weight, in one tuple: attributes cost more.
+// The bias may change before backward, which does not read it unless there is an activation, the last
+// of the constants (but for a sum's): then it is saved, too.
 enum { STATS, KEPT_BIAS, CONSTANTS };
 
 // x, weight, bias, normalized_shape, eps, weight_offset, center, rounded: what forward and
@@ -512,6 +512,15 @@ PyObject *short_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return short_way(common, args[6], optional(args, count, 7));
 }
 
+// The gradient of what is activated, which becomes the job's. Null: an exception is set.
+PyObject *gradient_behind(PyObject *x_object, const Reading &x, Job &job) {
+  Job norm = job;
+  PyObject *behind = like(x_object, x.size, x.dtype, norm.y);
+  if (behind && !run_rows(axisnorm::forward, norm)) Py_CLEAR(behind);
+  job.grad = norm.y;
+  return behind;
+}
+
 // (dx, dweight, dbias, None), or None.
 PyObject *short_backward(const Kept &node, PyObject *const *grads) {
   if (!is_exact(grads[0]) || !is_positive(grads[0])) return unsure();
@@ -526,16 +535,8 @@ PyObject *short_backward(const Kept &node, PyObject *const *grads) {
     return unsure();
   job.grad = data(grad);
   job.stats = PyBytes_AsString(stats);
-  PyObject *behind = nullptr;  // the gradient of what is activated
-  if (job.activation) {
-    Job norm = job;
-    behind = like(common[X], x.size, x.dtype, norm.y);
-    if (!behind || !run_rows(axisnorm::forward, norm)) {
-      Py_XDECREF(behind);
-      return nullptr;
-    }
-    job.grad = norm.y;
-  }
+  PyObject *behind = nullptr;
+  if (job.activation && !(behind = gradient_behind(common[X], x, job))) return nullptr;
   PyObject *results[3] = {};
   void **targets[3] = {&job.dx, &job.dweight, &job.dbias};
   bool fine = true;
@@ -658,7 +659,7 @@ bool draw_seed(uint64_t &seed) {
   return fine;
 }
 
-enum { RESIDUAL, DROPOUT_P, TRAINING, PRENORM, ADDED };
+enum { RESIDUAL, DROPOUT_P, TRAINING, PRENORM, NAME, ADDED };  // the last one: of an activation
 
 // What is added and normalized, as read.
 struct Sum {
@@ -678,7 +679,8 @@ bool read_sum(PyObject *const *args, PyObject *const *added, Sum &sum) {
   Job &job = sum.job;
   if (!read_common<Source>(args, job, sum.x) || !Source::read(added[RESIDUAL], residual) ||
       !same_kind(residual, sum.x) || !Source::is_positive(added[RESIDUAL]) ||
-      !read_number(added[DROPOUT_P], p) || !(p >= 0 && p < 1))
+      !read_number(added[DROPOUT_P], p) || !(p >= 0 && p < 1) ||
+      !read_activation(added[NAME], job.activation))
     return false;
   job.residual = data(residual);
   job.residual_stride = job.h_stride = job.n;
@@ -728,8 +730,8 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   PyObject *result = nullptr;
   if (fine && gradient) {
     PyObject *shape = kept_shape(args[SHAPE]);
-    PyObject *kept = shape ? Py_BuildValue("(OOOOOOOdL)", stats, args[BIAS], shape, args[EPS],
-                                           args[OFFSET], args[CENTER], args[ROUNDED],
+    PyObject *kept = shape ? Py_BuildValue("(OOOOOOOOdL)", stats, args[BIAS], shape, args[EPS],
+                                           args[OFFSET], args[CENTER], args[ROUNDED], added[NAME],
                                            job.dropout_p, (long long)job.seed)
                            : nullptr;
     PyObject *found =
@@ -755,24 +757,24 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   return result;
 }
 
-// short_add_layer_norm(x, residual, normalized_shape, weight, bias, eps, dropout_p, training,
-// prenorm) -> y or (y, h)
+// short_add_layer_norm(x, residual, normalized_shape, weight, bias, eps, dropout_p, training, prenorm,
+// activation) -> y or (y, h)
 PyObject *short_add_layer_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 9) return unsure();
+  if (count != 10) return unsure();
   static PyObject *const zero = PyFloat_FromDouble(0.0);
   PyObject *common[COMMON] = {args[0], args[3], args[4], args[2], args[5], zero, Py_True, Py_False};
-  PyObject *added[ADDED] = {args[1], args[6], args[7], args[8]};
+  PyObject *added[ADDED] = {args[1], args[6], args[7], args[8], args[9]};
   return short_add_way(common, added);
 }
 
 // short_add_rms_norm(x, residual, normalized_shape, weight, eps, weight_offset, rounding, dropout_p,
-// training, prenorm) -> y or (y, h)
+// training, prenorm, activation) -> y or (y, h)
 PyObject *short_add_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   bool once;
-  if (count != 10 || !read_rounding(args[6], once)) return unsure();
+  if (count != 11 || !read_rounding(args[6], once)) return unsure();
   PyObject *common[COMMON] = {args[0], args[3], Py_None,  args[2],
                               args[4], args[5], Py_False, once ? Py_False : Py_True};
-  PyObject *added[ADDED] = {args[1], args[7], args[8], args[9]};
+  PyObject *added[ADDED] = {args[1], args[7], args[8], args[9], args[10]};
   return short_add_way(common, added);
 }
 
@@ -783,7 +785,8 @@ PyObject *add_node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) 
     return nullptr;
   }
   PyObject *ctx = args[0], *found = args[5], *h = PyTuple_GetItem(found, 1);
-  PyObject *saved = PyTuple_Pack(2, h, args[3]);
+  PyObject *name = PyTuple_GetItem(PyTuple_GetItem(found, 2), CONSTANTS + ACTIVATION - SHAPE);
+  PyObject *saved = PyTuple_Pack(name != Py_None ? 3 : 2, h, args[3], args[4]);
   // An output that nobody used has no gradient rather than one of zeros.
   bool fine = saved && !PyObject_SetAttr(ctx, names.to_save, saved) &&
               !PyObject_SetAttr(ctx, names.kept, PyTuple_GetItem(found, 2)) &&
@@ -805,20 +808,23 @@ bool read_gradient(PyObject *object, const Reading &of, Reading &gradient) {
 
 // (dx, dresidual, dweight, dbias, None), or None.
 PyObject *short_add_backward(const Kept &node, PyObject *const *grads) {
-  PyObject *common[COMMON], *const stats = node.inputs(common, COMMON);
+  PyObject *common[ACTIVATION + 1], *const stats = node.inputs(common, ACTIVATION + 1);
   Job job = {};
   Reading h, grad, grad_h;
   if (!read_common<Tensors>(common, job, h) || !read_gradient(grads[0], h, grad) ||
+      !read_activation(common[ACTIVATION], job.activation) ||
       (grads[1] != Py_None && !read_gradient(grads[1], h, grad_h)) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (h.dtype == F64 ? 8 : 4))
     return unsure();
   job.grad = data(grad);
   if (grads[1] != Py_None) job.grad_h = data(grad_h);
   job.stats = PyBytes_AsString(stats);
+  PyObject *behind = nullptr;
+  if (job.activation && !(behind = gradient_behind(common[X], h, job))) return nullptr;
   job.grad_h_stride = job.dropped_dx_stride = job.n;
-  job.dropout_p = PyFloat_AsDouble(node.constant(5));
-  job.seed = (uint64_t)PyLong_AsLongLong(node.constant(6));
-  if (PyErr_Occurred()) return nullptr;
+  job.dropout_p = PyFloat_AsDouble(node.constant(6));
+  job.seed = (uint64_t)PyLong_AsLongLong(node.constant(7));
+  if (PyErr_Occurred()) return Py_XDECREF(behind), nullptr;
 
   const bool dropped = job.dropout_p > 0;
   PyObject *dx = nullptr, *dh = nullptr, *dweight = nullptr, *dbias = nullptr;
@@ -838,7 +844,7 @@ PyObject *short_add_backward(const Kept &node, PyObject *const *grads) {
                           node.needs(1) ? or_none(dh) : Py_None, or_none(dweight), or_none(dbias),
                           Py_None);
   }
-  for (PyObject *made : {dx, dh, dweight, dbias}) Py_XDECREF(made);
+  for (PyObject *made : {dx, dh, dweight, dbias, behind}) Py_XDECREF(made);
   return result;
 }
 

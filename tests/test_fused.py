@@ -781,11 +781,12 @@ def test_x_is_the_residual() -> None:
 def test_the_short_way_is_taken() -> None:
     x, r, w, b = leaves((2, 8), torch.float32, grad=False)
     short = _native.short_add_layer_norm
-    assert short(x, r, (8,), w, b, 1e-5, 0.0, False, False) is not None
-    assert short(x, r, [8], None, None, 1, 0.5, True, True)[1].shape == (2, 8)
-    assert short(x, r.requires_grad_(), (8,), w, b, 1e-5, 0.5, True, False).requires_grad
+    assert short(x, r, (8,), w, b, 1e-5, 0.0, False, False, None) is not None
+    assert short(x, r, [8], None, None, 1, 0.5, True, True, "relu")[1].shape == (2, 8)
+    assert short(x, r.requires_grad_(), (8,), w, b, 1e-5, 0.5, True, False, "gelu").requires_grad
     assert (
-        _native.short_add_rms_norm(x, r, (8,), w, None, 0.0, "once", 0.0, False, False) is not None
+        _native.short_add_rms_norm(x, r, (8,), w, None, 0.0, "once", 0.0, False, False, None)
+        is not None
     )
 
 
@@ -810,7 +811,7 @@ def test_the_short_way_leaves_the_unusual_alone(which: int, spoil: Callable[[T],
     given[which] = spoil(given[which])
     x, r, w, b = given
     before = torch.get_rng_state()
-    assert _native.short_add_layer_norm(x, r, (8,), w, b, 1e-5, 0.5, True, True) is None
+    assert _native.short_add_layer_norm(x, r, (8,), w, b, 1e-5, 0.5, True, True, None) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 

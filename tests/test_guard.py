@@ -338,7 +338,7 @@ SHORT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = 
     ),
     "add_layer_norm": (
         _native.short_add_layer_norm,
-        (0, 0, (4,), 1, 2, 1e-5, 0.0, False, False),
+        (0, 0, (4,), 1, 2, 1e-5, 0.0, False, False, None),
         (0, 1, 3, 4),
     ),
 }

@@ -59,8 +59,10 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[..., Any]]:
         "normalize": lambda x, a: axisnorm.normalize(
             x, "n [c] ...; affine=c", *channels(x), activation=a
         ),
-        "add_layer_norm": lambda x, _: axisnorm.add_layer_norm(x, x, *trailing(x, 1), prenorm=True),
-        "add_rms_norm": lambda x, _: axisnorm.add_rms_norm(x, x, *trailing(x, 1)[:2]),
+        "add_layer_norm": lambda x, a: axisnorm.add_layer_norm(
+            x, x, *trailing(x, 1), prenorm=True, activation=a
+        ),
+        "add_rms_norm": lambda x, a: axisnorm.add_rms_norm(x, x, *trailing(x, 1)[:2], activation=a),
     }
 
 
@@ -164,7 +166,7 @@ def test_the_short_way_leaves_the_unusual_alone(spoiled: int, unusual: str) -> N
         assert _native.short_channel_norm(*channel) is None
     if spoiled == 0:
         r = np.zeros((3, 8), np.float32)
-        arguments = ((8,), None, None, 1e-5, 0.0, False, False)
+        arguments = ((8,), None, None, 1e-5, 0.0, False, False, None)
         assert _native.short_add_layer_norm(r, x, *arguments) is None
 
 
@@ -181,7 +183,7 @@ def test_what_the_short_way_leaves_to_the_long_one() -> None:
     assert _native.short_channel_norm(*one_value) is None
     no_statistics = (x, w, None, _route.BATCH, None, 1e-5, mean, None, False, 0.1, None)
     assert _native.short_channel_norm(*no_statistics) is None
-    assert _native.short_add_layer_norm(x, x, (8,), w, None, 1e-5, 0.1, True, False) is None
+    assert _native.short_add_layer_norm(x, x, (8,), w, None, 1e-5, 0.1, True, False, None) is None
     assert (
         _native.short_normalize(x, "n [c]; statistics=running", w, None, None, None, None) is None
     )

@@ -177,6 +177,7 @@ def short_add_layer_norm(
     dropout_p: Any,
     training: Any,
     prenorm: Any,
+    activation: Any,
     /,
 ) -> Any: ...
 def short_add_rms_norm(
@@ -190,6 +191,7 @@ def short_add_rms_norm(
     dropout_p: Any,
     training: Any,
     prenorm: Any,
+    activation: Any,
     /,
 ) -> Any: ...
 def add_node_forward(

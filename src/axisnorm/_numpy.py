@@ -287,6 +287,7 @@ def add_normalize(
     bias: Array | None,
     scheme: str,
     prenorm: bool,
+    activation: str | None,
 ) -> tuple[Array, Array | None]:
     """y = norm(h) and h = residual + x (None where neither ``prenorm`` nor the engine asks for it).
 
@@ -298,7 +299,7 @@ def add_normalize(
     fused = plain and residual.dtype == x.dtype
     if not fused or not _is_native(inputs, sizes):
         h = residual + x
-        return normalize(inputs._replace(x=h), meaning), h
+        return normalize(inputs._replace(x=h), meaning, activation=activation), h
     axes = len(sizes.layout.reduced)
     x, x_stride = _rows(inputs.x, axes)
     residual, residual_stride = _rows(np.asarray(residual), axes)
@@ -329,7 +330,7 @@ def add_normalize(
         meaning.rounding == "before_affine",
         reference.resolve_eps(meaning, x.dtype),
         meaning.weight_offset,
-        _route.activation_code(None),
+        _route.activation_code(activation),
     )
     return y, h
 

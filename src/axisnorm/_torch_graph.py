@@ -101,16 +101,18 @@ def add_layer_norm(
     dropout_p: Any,
     training: Any,
     prenorm: Any,
+    activation: Any,
 ) -> Any:
     """What ``short_add_layer_norm`` is, where nothing is dropped."""
-    if training and dropout_p:
+    if (training and dropout_p) or not _is_known(activation):
         return None
     if not _is_usual(x, weight, bias, eps) or not _is_like(residual, x):
         return None
     axes = _trailing(x, normalized_shape)
     if axes is None:
         return None
-    return _sum(x, residual, weight, bias, f"{axes}eps={float(eps)!r}", prenorm)
+    text = f"{axes}eps={float(eps)!r}"
+    return _sum(x, residual, weight, bias, text, prenorm, activation)
 
 
 def add_rms_norm(
@@ -124,14 +126,15 @@ def add_rms_norm(
     dropout_p: Any,
     training: Any,
     prenorm: Any,
+    activation: Any,
 ) -> Any:
     """What ``short_add_rms_norm`` is, where nothing is dropped."""
-    if training and dropout_p:
+    if (training and dropout_p) or not _is_known(activation):
         return None
     text = _rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
     if text is None or not _is_like(residual, x):
         return None
-    return _sum(x, residual, weight, None, text, prenorm)
+    return _sum(x, residual, weight, None, text, prenorm, activation)
 
 
 def channel_norm(
@@ -228,9 +231,19 @@ def _is_like(residual: Any, x: Tensor) -> bool:
     )
 
 
-def _sum(x: Tensor, residual: Tensor, weight: Any, bias: Any, text: str, prenorm: Any) -> Any:
+def _sum(
+    x: Tensor,
+    residual: Tensor,
+    weight: Any,
+    bias: Any,
+    text: str,
+    prenorm: Any,
+    activation: Any,
+) -> Any:
     add = torch.ops.axisnorm.add_norm_fwd.default
-    y, h, _ = add(x, residual, weight, bias, None, 0.0, text)
+    fused, behind = split(activation)
+    y, h, _ = add(x, residual, weight, bias, None, 0.0, text, fused)
+    y = activate(y, behind)
     return (y, h) if prenorm else y
 
 

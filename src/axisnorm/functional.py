@@ -492,6 +492,7 @@ def add_layer_norm(
     training: bool = False,
     prenorm: bool = False,
     mask: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""LayerNorm of a residual sum, in one pass over memory.
 
@@ -514,6 +515,7 @@ def add_layer_norm(
         training: whether dropout acts.
         prenorm: return (y, h).
         mask: see :func:`normalize`. With one, dropout (torch's own), sum and norm are three steps.
+        activation: of y; see :func:`normalize`.
 
     Raises:
         ArgumentError: the shapes differ, or do not end in normalized_shape. No random number has
@@ -524,8 +526,9 @@ def add_layer_norm(
     """
     if mask is None:
         found = _short_add_layer_norm(
-            x, residual, normalized_shape, weight, bias, eps, dropout_p, training, prenorm
-        )
+            x, residual, normalized_shape, weight, bias, eps, dropout_p, training, prenorm,
+            activation,
+        )  # fmt: skip
         if found is not None:
             return found
     inputs = (x, residual, weight, bias, mask)
@@ -533,13 +536,17 @@ def add_layer_norm(
         return _handle(
             add_layer_norm, inputs, x, residual, normalized_shape, weight, bias, eps,
             dropout_p=dropout_p, training=training, prenorm=prenorm, mask=mask,
+            activation=activation,
         )  # fmt: skip
+    activation = checked_activation(activation)
     eps = finite("eps", eps)
 
     def norm(h: Array) -> Array:
-        return layer_norm(h, normalized_shape, weight, bias, eps, mask=mask)
+        return layer_norm(h, normalized_shape, weight, bias, eps, mask=mask, activation=activation)
 
-    return _add_norm(inputs, norm, normalized_shape, f"eps={eps!r}", dropout_p, training, prenorm)
+    return _add_norm(
+        inputs, norm, normalized_shape, f"eps={eps!r}", dropout_p, training, prenorm, activation
+    )
 
 
 def add_rms_norm(
@@ -555,6 +562,7 @@ def add_rms_norm(
     training: bool = False,
     prenorm: bool = False,
     mask: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""RMSNorm of a residual sum, in one pass over memory.
 
@@ -574,6 +582,7 @@ def add_rms_norm(
         training: whether dropout acts.
         prenorm: return (y, h).
         mask: see :func:`normalize`. With one, dropout (torch's own), sum and norm are three steps.
+        activation: of y; see :func:`normalize`.
 
     Raises:
         ArgumentError: as :func:`add_layer_norm`.
@@ -584,7 +593,7 @@ def add_rms_norm(
     if mask is None:
         found = _short_add_rms_norm(
             x, residual, normalized_shape, weight, eps, weight_offset, rounding, dropout_p,
-            training, prenorm,
+            training, prenorm, activation,
         )  # fmt: skip
         if found is not None:
             return found
@@ -593,17 +602,20 @@ def add_rms_norm(
         return _handle(
             add_rms_norm, inputs, x, residual, normalized_shape, weight, eps,
             weight_offset=weight_offset, rounding=rounding, dropout_p=dropout_p, training=training,
-            prenorm=prenorm, mask=mask,
+            prenorm=prenorm, mask=mask, activation=activation,
         )  # fmt: skip
+    activation = checked_activation(activation)
 
     def norm(h: Array) -> Array:
         return rms_norm(
             h, normalized_shape, weight, eps, weight_offset=weight_offset, rounding=rounding,
-            mask=mask,
+            mask=mask, activation=activation,
         )  # fmt: skip
 
     fields = _rms_fields(eps, weight_offset, rounding)
-    return _add_norm(inputs, norm, normalized_shape, fields, dropout_p, training, prenorm)
+    return _add_norm(
+        inputs, norm, normalized_shape, fields, dropout_p, training, prenorm, activation
+    )
 
 
 def empty_cache() -> None:
@@ -630,6 +642,7 @@ def _add_norm(
     dropout_p: float,
     training: bool,
     prenorm: bool,
+    activation: str | None,
 ) -> Array:
     """The norm of a sum by one engine, or in two steps: by torch, then by ``norm``.
 
@@ -664,10 +677,10 @@ def _add_norm(
                 f"dropout_p={dropout_p} came in training. Drop elements of x before the call."
             )
         if mask is None:
-            y, h = _numpy.add_normalize(x, residual, weight, bias, scheme, prenorm)
+            y, h = _numpy.add_normalize(x, residual, weight, bias, scheme, prenorm, activation)
             return (y, h) if prenorm else y
     elif mask is None and _torch_sum.is_fused(x, residual):
-        y, h = _torch_sum.normalize(x, residual, weight, bias, scheme, dropped, prenorm)
+        y, h = _torch_sum.normalize(x, residual, weight, bias, scheme, dropped, prenorm, activation)
         return (y, h) if prenorm else y
     if dropped:
         _torch_sum.check_steps(x, residual, (weight, bias, mask), scheme)
