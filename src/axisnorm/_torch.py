@@ -217,6 +217,7 @@ _CONNECTED: dict[str, Any] = {
     "transforms": _transforms,
     "tracing": _tracing,
     "grad_enabled": _grad_enabled,
+    "model": torch.empty(0, device="cpu"),
     "is_neg": Tensor.is_neg,
     "is_inference": Tensor.is_inference,
     "compiler": vars(torch.compiler),
