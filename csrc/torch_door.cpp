@@ -146,7 +146,8 @@ template <class Source>
 bool read_channels(PyObject *object, int64_t channels, const void *&place, int32_t &dtype) {
   if (object == Py_None) return true;
   Reading r;
-  if (!Source::read(object, r) || !same_shape(r, &channels, 1) || !Source::is_positive(object)) return false;
+  if (!Source::read(object, r) || !same_shape(r, &channels, 1) || !Source::is_positive(object))
+    return false;
   place = data(r);
   dtype = r.dtype;
   return true;
@@ -157,7 +158,8 @@ enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, CHANNEL_ACTIVATION, CHANNEL_CONSTAN
 
 template <class Source>
 bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
-  if (!Source::read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !Source::is_positive(args[X])) return false;
+  if (!Source::read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !Source::is_positive(args[X]))
+    return false;
   c.kind = (Kind)PyLong_AsLong(args[KIND]);
   c.groups = PyLong_Check(args[GROUPS]) ? PyLong_AsLongLong(args[GROUPS]) : -1;
   c.channels = c.x.t.shape[1];
@@ -217,7 +219,8 @@ PyObject *channel_norm_of_arrays(PyObject *const *args, PyObject *out) {
 }
 
 // short_channel_norm(x, weight, bias, kind, groups, eps, running_mean, running_var, batch, momentum,
-// activation, out=None) -> y. batch: normalize with the statistics of this batch, towards which those given move.
+// activation, out=None) -> y. batch: normalize with the statistics of this batch, towards which those
+// given move.
 PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   if (count < 11 || count > 12) return unsure();
   PyObject *const out = count > 11 ? args[11] : Py_None;
@@ -408,7 +411,8 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
 
 // connect_nodes({name: object}) -> None: what the nodes of plain norms need, by name
 PyObject *connect_nodes(PyObject *, PyObject *given) {
-  if (!take(given, {{"apply_node", &apply_node}, {"long_backward", &long_backward}})) return nullptr;
+  if (!take(given, {{"apply_node", &apply_node}, {"long_backward", &long_backward}}))
+    return nullptr;
 #define INTERN(name) \
   if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr
   INTERN(to_save);
@@ -528,9 +532,9 @@ PyObject *short_backward(const Kept &node, PyObject *const *grads) {
   PyObject *common[ACTIVATION + 1], *const stats = node.inputs(common, ACTIVATION + 1);
   Job job = {};
   Reading x, grad;
-  if (!read_common<Tensors>(common, job, x) || !read_activation(common[ACTIVATION], job.activation) ||
-      !read(grads[0], grad) || grad.dtype != x.dtype ||
-      !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(stats) ||
+  if (!read_common<Tensors>(common, job, x) ||
+      !read_activation(common[ACTIVATION], job.activation) || !read(grads[0], grad) ||
+      !same_kind(grad, x) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
     return unsure();
   job.grad = data(grad);
