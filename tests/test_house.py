@@ -198,6 +198,19 @@ print(torch.equal(compiled(t), y), torch.equal(axisnorm.layer_norm(t, (8,), out=
     assert run(code) == "True True"
 
 
+def test_a_torch_that_comes_later_compiles_the_first_call() -> None:
+    code = """
+import numpy, axisnorm
+axisnorm.layer_norm(numpy.ones((3, 8)), 8)
+import torch
+x = torch.randn(3, 8)
+compiled = torch.compile(lambda x: axisnorm.layer_norm(x, (8,)), fullgraph=True, backend="eager")
+y = compiled(x)
+print(torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6))
+"""
+    assert run(code) == "True"
+
+
 def test_public_names_exist() -> None:
     for name in axisnorm.__all__:
         assert getattr(axisnorm, name) is not None

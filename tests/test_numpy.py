@@ -72,8 +72,10 @@ def bits(found: Any) -> list[tuple[Any, ...]]:
 
 
 def without_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in functional._SHORT_WAYS:
-        monkeypatch.setattr(functional, f"_short_{name}", functional._no_short_way)
+    names = [name for name in vars(functional) if name.startswith("_short_")]
+    assert len(names) == 6
+    for name in names:
+        monkeypatch.setattr(functional, name, functional._no_short_way)
 
 
 @Dtypes

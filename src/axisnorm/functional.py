@@ -42,21 +42,36 @@ Array = Any
 """A numpy.ndarray or a torch.Tensor."""
 
 
+_native = _build.native
+
+
 def _no_short_way(*_: Any) -> None:
     """For builds without the native module."""
 
 
-# Plain arrays, and plain torch tensors that nothing watches; None for everything else.
-_SHORT_WAYS = ("layer_norm", "rms_norm", "channel_norm", "normalize", "add_layer_norm",
-               "add_rms_norm")  # fmt: skip
-(
-    _short_layer_norm,
-    _short_rms_norm,
-    _short_channel_norm,
-    _short_normalize,
-    _short_add_layer_norm,
-    _short_add_rms_norm,
-) = (getattr(_build.native, f"short_{name}", _no_short_way) for name in _SHORT_WAYS)
+def _for_arrays(name: str) -> Callable[..., Any]:
+    """The short way before torch is seen, and with one that is too old to have its own.
+
+    Compilers of torch look into this function, and not into the native module's.
+    """
+    if not _native:
+        return _no_short_way
+    short = getattr(_native, name)
+
+    def short_way(x: Any, *others: Any) -> Any:
+        return short(x, *others) if type(x) is np.ndarray else None
+
+    return short_way
+
+
+# Plain arrays, and once torch is seen its plain tensors that nothing watches; None for everything
+# else.
+_short_layer_norm = _for_arrays("short_layer_norm")
+_short_rms_norm = _for_arrays("short_rms_norm")
+_short_channel_norm = _for_arrays("short_channel_norm")
+_short_normalize = _for_arrays("short_normalize")
+_short_add_layer_norm = _for_arrays("short_add_layer_norm")
+_short_add_rms_norm = _for_arrays("short_add_rms_norm")
 
 
 def normalize(
@@ -738,24 +753,20 @@ _torch_sum: Any = None
 """The engine for norms of a sum."""
 
 
-def _for_arrays(short: Callable[..., Any]) -> Callable[..., Any]:
-    """Where torch is too old for a short way, which its compilers could not look into either."""
-
-    def short_way(x: Any, *others: Any) -> Any:
-        return short(x, *others) if type(x) is np.ndarray else None
-
-    return short_way
-
-
 def _load_torch() -> Any:
     """Load the torch engine, once torch itself is loaded."""
-    global _torch_engine, _torch_sum
+    global _torch_engine, _short_layer_norm, _short_rms_norm, _short_channel_norm
+    global _torch_sum, _short_add_layer_norm, _short_add_rms_norm, _short_normalize
     if _torch_engine is None and sys.modules.get("torch") is not None:
         from . import _torch, _torch_residual
 
-        if _build.native and not _torch.is_connected:
-            for name in _SHORT_WAYS:
-                globals()[f"_short_{name}"] = _for_arrays(getattr(_build.native, f"short_{name}"))
+        if _torch.is_connected:
+            _short_layer_norm = _native.short_layer_norm
+            _short_rms_norm = _native.short_rms_norm
+            _short_channel_norm = _native.short_channel_norm
+            _short_normalize = _native.short_normalize
+            _short_add_layer_norm = _native.short_add_layer_norm
+            _short_add_rms_norm = _native.short_add_rms_norm
         _torch_sum = _torch_residual
         _torch_engine = _torch
     return _torch_engine
