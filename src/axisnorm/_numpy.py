@@ -19,12 +19,109 @@ __all__ = [
     "empty_cache",
     "is_tracing",
     "normalize",
+    "short_add_layer_norm",
+    "short_add_rms_norm",
+    "short_channel_norm",
+    "short_layer_norm",
+    "short_normalize",
+    "short_rms_norm",
     "statistics",
 ]
 
 Array = Any  # numpy.ndarray of a type that may be ml_dtypes.bfloat16
 
 _native = _build.native
+
+
+# --------------------------------------------------------------------------------------------
+# The short way of plain arrays, in csrc/torch_door.cpp and csrc/torch_ops.cpp: what it is not sure
+# of, it leaves to the long way by returning None. Before torch is seen, and with one that is too
+# old for a short way of its own, the doors call these functions, which torch's compilers look into.
+# All arguments are named: to pass on a tuple of them costs a third of a small norm.
+
+
+def short_layer_norm(
+    x: Any, shape: Any, weight: Any, bias: Any, eps: Any, activation: Any, out: Any
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_layer_norm(x, shape, weight, bias, eps, activation, out)
+    return None
+
+
+def short_rms_norm(
+    x: Any, shape: Any, weight: Any, eps: Any, offset: Any, rounding: Any, activation: Any, out: Any
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_rms_norm(x, shape, weight, eps, offset, rounding, activation, out)
+    return None
+
+
+def short_channel_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    kind: Any,
+    groups: Any,
+    eps: Any,
+    mean: Any,
+    var: Any,
+    batch: Any,
+    momentum: Any,
+    activation: Any,
+    out: Any,
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_channel_norm(
+            x, weight, bias, kind, groups, eps, mean, var, batch, momentum, activation, out
+        )
+    return None
+
+
+def short_normalize(
+    x: Any, scheme: Any, weight: Any, bias: Any, mean: Any, var: Any, activation: Any, out: Any
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_normalize(x, scheme, weight, bias, mean, var, activation, out)
+    return None
+
+
+def short_add_layer_norm(
+    x: Any,
+    residual: Any,
+    shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    p: Any,
+    training: Any,
+    prenorm: Any,
+    activation: Any,
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_add_layer_norm(
+            x, residual, shape, weight, bias, eps, p, training, prenorm, activation
+        )
+    return None
+
+
+def short_add_rms_norm(
+    x: Any,
+    residual: Any,
+    shape: Any,
+    weight: Any,
+    eps: Any,
+    offset: Any,
+    rounding: Any,
+    p: Any,
+    training: Any,
+    prenorm: Any,
+    activation: Any,
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_add_rms_norm(
+            x, residual, shape, weight, eps, offset, rounding, p, training, prenorm, activation
+        )
+    return None
 
 
 def _dtype_code(dtype: Any) -> int:
@@ -43,7 +140,6 @@ def _functions() -> Any:
 
 
 if _native:
-    # The short way of plain arrays, csrc/torch_door.cpp: what it is not sure of comes here.
     _native.connect_arrays(
         _functions(), {"empty_like": empty_like, "large": LEAST, "dtype": _dtype_code}
     )

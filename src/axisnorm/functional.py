@@ -44,34 +44,14 @@ Array = Any
 
 _native = _build.native
 
-
-def _no_short_way(*_: Any) -> None:
-    """For builds without the native module."""
-
-
-def _for_arrays(name: str) -> Callable[..., Any]:
-    """The short way before torch is seen, and with one that is too old to have its own.
-
-    Compilers of torch look into this function, and not into the native module's.
-    """
-    if not _native:
-        return _no_short_way
-    short = getattr(_native, name)
-
-    def short_way(x: Any, *others: Any) -> Any:
-        return short(x, *others) if type(x) is np.ndarray else None
-
-    return short_way
-
-
 # Plain arrays, and once torch is seen its plain tensors that nothing watches; None for everything
 # else.
-_short_layer_norm = _for_arrays("short_layer_norm")
-_short_rms_norm = _for_arrays("short_rms_norm")
-_short_channel_norm = _for_arrays("short_channel_norm")
-_short_normalize = _for_arrays("short_normalize")
-_short_add_layer_norm = _for_arrays("short_add_layer_norm")
-_short_add_rms_norm = _for_arrays("short_add_rms_norm")
+_short_layer_norm: Callable[..., Any] = _numpy.short_layer_norm
+_short_rms_norm: Callable[..., Any] = _numpy.short_rms_norm
+_short_channel_norm: Callable[..., Any] = _numpy.short_channel_norm
+_short_normalize: Callable[..., Any] = _numpy.short_normalize
+_short_add_layer_norm: Callable[..., Any] = _numpy.short_add_layer_norm
+_short_add_rms_norm: Callable[..., Any] = _numpy.short_add_rms_norm
 
 
 def normalize(
