@@ -1,9 +1,10 @@
 """Times axisnorm against other libraries' norms, forward in float32, and writes one JSON.
 
-The peers are onnxruntime, jax.jit, numba and torch.compile, those of them that are installed. As in
-run.py all run in one process in interleaved rounds of blocks of about 20 ms; a ratio is the median
-over the rounds of the peer's time / axisnorm's within a round: above 1 axisnorm is faster. Results
-are compared with axisnorm's before anything is timed.
+The peers are onnxruntime, jax.jit, numba and torch.compile, those of them that are installed.
+numba, which computes on NumPy arrays, is compared with axisnorm on arrays, the others on tensors.
+As in run.py all run in one process in interleaved rounds of blocks of about 20 ms; a ratio is the
+median over the rounds of the peer's time / axisnorm's within a round: above 1 axisnorm is faster.
+Results are compared with axisnorm's before anything is timed.
 
     python bench/peers.py                     # all, to bench/results/<cpu>-peers.json
     python bench/peers.py --only rms_norm --peers numba,jax --rounds 5 --out /tmp/x.json
@@ -34,7 +35,7 @@ from rich.table import Table
 from torch import Tensor
 
 import axisnorm
-from axisnorm.lens.timing import BLOCK, Call, block, machine, undisturbed
+from axisnorm.lens.timing import BLOCK, Call, Race, block, machine, undisturbed
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((1, 768), (8, 768), (128, 768), (4096, 768), (8192, 1024), (16384, 4096))
@@ -64,9 +65,13 @@ def inputs(op: str, shape: tuple[int, int]) -> dict[str, Tensor]:
     }
 
 
-def own(op: str, given: dict[str, Tensor]) -> Call:
+OWN = {False: "axisnorm", True: "axisnorm on arrays"}
+"""The names of axisnorm's calls, by whether they take NumPy arrays."""
+
+
+def own(op: str, given: dict[str, Tensor], on_arrays: bool) -> Call:
     function: Any = getattr(axisnorm, op)
-    x, *others = given.values()
+    x, *others = (t.numpy() for t in given.values()) if on_arrays else given.values()
     shape = x.shape[-1:]
     if op == "add_layer_norm":
         # The peers return the sum too.
@@ -292,6 +297,8 @@ class Peer:
     calls: Callable[[str, dict[str, Tensor]], Calls]
     threads: str
     """Whose they are. axisnorm, torch, and numba after torch, share one libgomp."""
+    on_arrays: bool = False
+    """Whether NumPy arrays are what it computes on."""
 
     def installed(self) -> bool:
         return all(importlib.util.find_spec(name) for name in self.distributions)
@@ -302,7 +309,7 @@ class Peer:
 
 # Those with the same threads stand together, axisnorm's first, for as few pauses as possible.
 PEERS = (
-    Peer("numba", ("numba",), numba_jit, "libgomp"),
+    Peer("numba", ("numba",), numba_jit, "libgomp", on_arrays=True),
     Peer("torch.compile", ("torch",), compiled, "libgomp"),
     Peer("onnxruntime", ("onnxruntime", "onnx"), onnxruntime, "onnxruntime"),
     Peer("jax", ("jax", "jaxlib"), jax_jit, "XLA"),
@@ -379,25 +386,19 @@ def one_round(contestants: dict[str, Contestant], counts: dict[str, int]) -> dic
     return times
 
 
-def race(
-    contestants: dict[str, Contestant], rounds: int
-) -> tuple[dict[str, float], dict[str, float], int]:
-    """Median seconds of each, median ratios peer / axisnorm, and the rounds thrown away."""
+def race(contestants: dict[str, Contestant], rounds: int) -> Race:
     counts = settled_counts(contestants)
-    found = undisturbed(lambda: one_round(contestants, counts), rounds)
-    medians = {name: found.seconds(name).median for name in contestants}
-    ratios = {
-        name: found.ratio(name, "axisnorm").median for name in contestants if name != "axisnorm"
-    }
-    return medians, ratios, found.noisy
+    return undisturbed(lambda: one_round(contestants, counts), rounds)
 
 
 def compete(op: str, shape: tuple[int, int], peers: list[Peer], rounds: int) -> dict[str, Any]:
     """One cell: its row in the JSON."""
     given = inputs(op, shape)
-    contestants = {"axisnorm": Contestant(own(op, given), "libgomp")}
+    contestants = {
+        name: Contestant(own(op, given, on_arrays), "libgomp") for on_arrays, name in OWN.items()
+    }
     chosen = {}
-    expected = contestants["axisnorm"].call()
+    expected = contestants[OWN[False]].call()
     for peer in peers:
         calls = peer.calls(op, given)
         variants = {name: Contestant(call, peer.threads) for name, call in calls.items()}
@@ -409,21 +410,23 @@ def compete(op: str, shape: tuple[int, int], peers: list[Peer], rounds: int) -> 
         contestants[peer.name] = variants[chosen[peer.name]]
     # Its memory is what axisnorm's next outputs reuse.
     del expected
-    seconds, ratios, noisy = race(contestants, rounds)
+    found = race(contestants, rounds)
+    medians = {name: found.seconds(name).median * 1e6 for name in contestants}
     return {
         "op": op,
         "dtype": "float32",
         "shape": list(shape),
-        "axisnorm_us": round(seconds["axisnorm"] * 1e6, 2),
+        "axisnorm_us": round(medians[OWN[False]], 2),
+        "axisnorm_on_arrays_us": round(medians[OWN[True]], 2),
         "peers": {
-            name: {
-                "us": round(seconds[name] * 1e6, 2),
-                "ratio": round(ratio, 3),
-                "variant": chosen[name],
+            peer.name: {
+                "us": round(medians[peer.name], 2),
+                "ratio": round(found.ratio(peer.name, OWN[peer.on_arrays]).median, 3),
+                "variant": chosen[peer.name],
             }
-            for name, ratio in ratios.items()
+            for peer in peers
         },
-        "noisy_rounds": noisy,
+        "noisy_rounds": found.noisy,
     }
 
 
@@ -469,7 +472,11 @@ def main() -> int:
         options.out = RESULTS / f"{words}-peers.json"
     options.out.parent.mkdir(exist_ok=True, parents=True)
     table = Table(
-        "operation", "shape", "axisnorm\nus", caption="ratio: the peer's time / axisnorm's"
+        "operation",
+        "shape",
+        "axisnorm\nus",
+        "on arrays\nus",
+        caption="ratio: the peer's time / axisnorm's",
     )
     for peer in peers:
         table.add_column(f"{peer.name}\nus (ratio)", justify="right")
@@ -484,6 +491,7 @@ def main() -> int:
                 options.out.write_text(json.dumps(stored, indent=1) + "\n")
                 table.add_row(
                     op, "x".join(map(str, shape)), microseconds(row["axisnorm_us"]),
+                    microseconds(row["axisnorm_on_arrays_us"]),
                     *(f"{microseconds(r['us'])} ({r['ratio']:.2f})" for r in row["peers"].values()),
                 )  # fmt: skip
     console.print(table)

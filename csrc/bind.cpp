@@ -1,5 +1,5 @@
-// The Python module. NumPy and older torch hand over addresses; current torch tensors come in
-// through torch_door.cpp. Every address was checked in Python.
+// The Python module. Plain NumPy arrays and current torch tensors come in through torch_door.cpp and
+// torch_ops.cpp; what is unusual, and older torch, hands over addresses, which were checked in Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

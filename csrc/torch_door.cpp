@@ -1,32 +1,33 @@
-// The short way for plain torch tensors: these functions read their arguments, check everything,
-// compute and return, or return None when anything is unusual: Python then takes the long way, which
-// finds out why and raises where something is wrong.
+// The short way for plain torch tensors and NumPy arrays: these functions read their arguments, check
+// everything, compute and return, or return None when anything is unusual: Python then takes the long
+// way, which finds out why and raises where something is wrong.
 #include "torch_door.h"
 
-#include "torch_tensor.h"
+#include "arrays.h"
 
 namespace torch_door {
 namespace {
 
 PyObject *apply_node;     // _ShortNorm.apply(x, weight, bias, (y, kept)) -> y
 PyObject *long_backward;  // (ctx, saved, grad): what short_backward leaves alone
-PyObject *increment_version;
 
 // Names of attributes, made once.
 struct {
   PyObject *to_save, *saved_tensors, *needs_input_grad, *kept;
 } names;
 
-// The sizes of the trailing axes that share a mean: fills job.rows and job.n.
+// The sizes of the trailing axes that share a mean, a number or several: fills job.rows and job.n.
 bool read_shape(PyObject *shape, const Reading &x, Job &job, int64_t *sizes, int &count) {
-  const bool tuple = PyTuple_Check(shape);
-  if (!tuple && !PyList_Check(shape)) return false;
-  const Py_ssize_t length = tuple ? PyTuple_Size(shape) : PyList_Size(shape);
+  const bool one = PyLong_CheckExact(shape), tuple = PyTuple_Check(shape);
+  if (!one && !tuple && !PyList_Check(shape)) return false;
+  const Py_ssize_t length = one ? 1 : tuple ? PyTuple_Size(shape) : PyList_Size(shape);
   if (length < 1 || length > x.t.ndim || length > 8) return false;
   count = (int)length;
   job.n = 1;
   for (int i = 0; i < count; i++) {
-    PyObject *item = tuple ? PyTuple_GetItem(shape, i) : PyList_GetItem(shape, i);
+    PyObject *item = one     ? shape
+                     : tuple ? PyTuple_GetItem(shape, i)
+                             : PyList_GetItem(shape, i);
     sizes[i] = PyLong_Check(item) ? PyLong_AsLongLong(item) : -1;
     if (sizes[i] < 0) {
       PyErr_Clear();
@@ -39,9 +40,9 @@ bool read_shape(PyObject *shape, const Reading &x, Job &job, int64_t *sizes, int
   return true;
 }
 
-// What a node keeps beside its saved tensors x and weight, in one tuple: attributes cost more. The
-// bias may change before backward, which does not read it unless there is an activation, the last of
-// the constants: then it is saved, too.
+// What a node keeps beside its saved tensors x (or h) and weight, in one tuple: attributes cost more.
+// The bias may change before backward, which does not read it unless there is an activation, the last
+// of the constants (but for a sum's): then it is saved, too.
 enum { STATS, KEPT_BIAS, CONSTANTS };
 
 // x, weight, bias, normalized_shape, eps, weight_offset, center, rounded: what forward and
@@ -49,25 +50,25 @@ enum { STATS, KEPT_BIAS, CONSTANTS };
 enum { X, WEIGHT, BIAS, SHAPE, EPS, OFFSET, CENTER, ROUNDED, COMMON };
 constexpr int ACTIVATION = COMMON;  // behind them, in a node
 
-bool read_common(PyObject *const *args, Job &job, Reading &x) {
+template <class Source> bool read_common(PyObject *const *args, Job &job, Reading &x) {
   int64_t sizes[8];
   int count;
   Reading parameter;
-  if (!read(args[X], x) || !read_shape(args[SHAPE], x, job, sizes, count) ||
-      !is_positive(args[X]))
+  if (!Source::read(args[X], x) || !read_shape(args[SHAPE], x, job, sizes, count) ||
+      !Source::is_positive(args[X]))
     return false;
   job.dtype = job.weight_dtype = job.bias_dtype = x.dtype;
   job.x = data(x);
   if (args[WEIGHT] != Py_None) {
-    if (!read(args[WEIGHT], parameter) || !same_shape(parameter, sizes, count) ||
-        !is_positive(args[WEIGHT]))
+    if (!Source::read(args[WEIGHT], parameter) || !same_shape(parameter, sizes, count) ||
+        !Source::is_positive(args[WEIGHT]))
       return false;
     job.weight = data(parameter);
     job.weight_dtype = parameter.dtype;
   }
   if (args[BIAS] != Py_None) {
-    if (!read(args[BIAS], parameter) || !same_shape(parameter, sizes, count) ||
-        !is_positive(args[BIAS]))
+    if (!Source::read(args[BIAS], parameter) || !same_shape(parameter, sizes, count) ||
+        !Source::is_positive(args[BIAS]))
       return false;
     job.bias = data(parameter);
     job.bias_dtype = parameter.dtype;
@@ -141,10 +142,12 @@ void set_strides(Channels &c, const Strides &strides, int64_t axisnorm::Axis::*m
 }
 
 // A tensor of one value a channel, or None. False: something else.
+template <class Source>
 bool read_channels(PyObject *object, int64_t channels, const void *&place, int32_t &dtype) {
   if (object == Py_None) return true;
   Reading r;
-  if (!read(object, r) || !same_shape(r, &channels, 1) || !is_positive(object)) return false;
+  if (!Source::read(object, r) || !same_shape(r, &channels, 1) || !Source::is_positive(object))
+    return false;
   place = data(r);
   dtype = r.dtype;
   return true;
@@ -153,8 +156,10 @@ bool read_channels(PyObject *object, int64_t channels, const void *&place, int32
 // x, weight, bias, kind, groups, eps: what forward and backward have in common.
 enum { KIND = 3, GROUPS, CHANNEL_EPS, GIVEN, CHANNEL_ACTIVATION, CHANNEL_CONSTANTS };
 
+template <class Source>
 bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
-  if (!read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !is_positive(args[X])) return false;
+  if (!Source::read(args[X], c.x, &strides) || c.x.t.ndim < 2 || !Source::is_positive(args[X]))
+    return false;
   c.kind = (Kind)PyLong_AsLong(args[KIND]);
   c.groups = PyLong_Check(args[GROUPS]) ? PyLong_AsLongLong(args[GROUPS]) : -1;
   c.channels = c.x.t.shape[1];
@@ -163,8 +168,8 @@ bool read_channel_norm(PyObject *const *args, Channels &c, Strides &strides) {
   c.job.dtype = c.job.weight_dtype = c.job.bias_dtype = c.x.dtype;
   c.job.x = data(c.x);
   c.job.center = 1;
-  if (!read_channels(args[WEIGHT], c.channels, c.job.weight, c.job.weight_dtype) ||
-      !read_channels(args[BIAS], c.channels, c.job.bias, c.job.bias_dtype) ||
+  if (!read_channels<Source>(args[WEIGHT], c.channels, c.job.weight, c.job.weight_dtype) ||
+      !read_channels<Source>(args[BIAS], c.channels, c.job.bias, c.job.bias_dtype) ||
       !read_number(args[CHANNEL_EPS], c.job.eps))
     return false;
   set_axes(c);
@@ -184,24 +189,57 @@ PyObject *noted(PyObject *const *args, PyObject *y, PyObject *kept) {
   return result;
 }
 
+// short_channel_norm of arrays, whose running statistics do not move here.
+PyObject *channel_norm_of_arrays(PyObject *const *args, PyObject *out) {
+  PyObject *const running_mean = args[6], *const running_var = args[7];
+  const bool given = args[8] == Py_False;
+  Channels c = {};
+  Strides strides;
+  if (given != (running_mean != Py_None) || given != (running_var != Py_None) ||
+      (!given && args[8] != Py_True) || !read_channel_norm<Arrays>(args, c, strides) ||
+      !read_activation(args[10], c.job.activation) ||
+      (!given && c.kind == BATCH && c.x.size == c.channels) ||  // an error
+      !read_channels<Arrays>(running_mean, c.channels, c.task.running_mean,
+                             c.task.running_mean_dtype) ||
+      !read_channels<Arrays>(running_var, c.channels, c.task.running_var,
+                             c.task.running_var_dtype) ||
+      may_meet<Arrays>(out, {running_mean, running_var}))
+    return unsure();
+  Output<Arrays> output;
+  if (!output.make(args[X], c.x, out, {args[X], args[WEIGHT], args[BIAS]}, c.job.y, &strides))
+    return failed_or_unsure();
+  c.problem.has_y = true;
+  c.problem.has_running = given;
+  set_strides(c, strides, &axisnorm::Axis::y);
+  const auto plan = axisnorm::plan_for(c.problem);
+  if (plan->refused) return unsure();
+  c.job.divisor = (double)plan->nest.group_size;
+  return output.result(
+      run([&] { axisnorm::forward(*plan, c.job, c.task), output.settle(); }, c.x.size));
+}
+
 // short_channel_norm(x, weight, bias, kind, groups, eps, running_mean, running_var, batch, momentum,
-// activation) -> y. batch: normalize with the statistics of this batch, towards which those given move.
+// activation, out=None) -> y. batch: normalize with the statistics of this batch, towards which those
+// given move.
 PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 11 || !api || !is_exact(args[X]) || !unwatched()) return unsure();
+  if (count < 11 || count > 12) return unsure();
+  PyObject *const out = count > 11 ? args[11] : Py_None;
+  if (numpy_array::is_array(args[X])) return channel_norm_of_arrays(args, out);
+  if (!api || !is_exact(args[X]) || !unwatched()) return unsure();
   PyObject *const running_mean = args[6], *const running_var = args[7];
   const bool running = running_mean != Py_None, given = args[8] == Py_False;
   Channels c = {};
   Strides strides;
   double momentum = 0;
   if (running != (running_var != Py_None) || (running && running_mean == running_var) ||
-      (given ? !running : args[8] != Py_True) || !read_channel_norm(args, c, strides) ||
+      (given ? !running : args[8] != Py_True) || !read_channel_norm<Tensors>(args, c, strides) ||
       !read_activation(args[10], c.job.activation))
     return unsure();
   if (!given && c.kind == BATCH && c.x.size == c.channels) return unsure();  // an error
   const void *mean = nullptr, *var = nullptr;
   int32_t mean_dtype = 0, var_dtype = 0;
-  if (running && (!read_channels(running_mean, c.channels, mean, mean_dtype) ||
-                  !read_channels(running_var, c.channels, var, var_dtype)))
+  if (running && (!read_channels<Tensors>(running_mean, c.channels, mean, mean_dtype) ||
+                  !read_channels<Tensors>(running_var, c.channels, var, var_dtype)))
     return unsure();
   if (running && !given &&
       (!read_number(args[9], momentum) || is_inference(running_mean) || is_inference(running_var)))
@@ -209,7 +247,9 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   const bool recording = is_recording();
   if (recording && (wants_gradient(running_mean) || wants_gradient(running_var))) return unsure();
   const bool gradient = recording && (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) ||
-                                      wants_gradient(args[BIAS]));
+                                      wants_gradient(args[BIAS]) || wants_gradient(out));
+  if (gradient && out != Py_None) return unsure();  // an error
+  if (running && may_meet<Tensors>(out, {running_mean, running_var})) return unsure();
   if (given) {
     c.task.running_mean = mean;
     c.task.running_var = var;
@@ -217,16 +257,14 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
     c.task.running_var_dtype = var_dtype;
   }
 
-  PyObject *y = like(args[X], c.x.size, c.x.dtype, c.job.y, &strides);
-  if (!y) return nullptr;
+  Output<Tensors> output;
+  if (!output.make(args[X], c.x, out, {args[X], args[WEIGHT], args[BIAS]}, c.job.y, &strides))
+    return failed_or_unsure();
   c.problem.has_y = true;
   c.problem.has_running = given;
   set_strides(c, strides, &axisnorm::Axis::y);
   const auto plan = axisnorm::plan_for(c.problem);
-  if (plan->refused) {
-    Py_DECREF(y);
-    return unsure();
-  }
+  if (plan->refused) return unsure();
   const Nest &nest = plan->nest;
   c.job.divisor = (double)nest.group_size;
   PyObject *stats = nullptr, *moments = nullptr, *result = nullptr;
@@ -246,13 +284,14 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
     fine = moments != nullptr;
     if (fine) c.job.var = (double *)PyBytes_AsString(moments);
   }
-  fine = fine && run([&] { axisnorm::forward(*plan, c.job, c.task); }, c.x.size);
-  if (fine && gradient) {
+  PyObject *const y = output.result(
+      fine && run([&] { axisnorm::forward(*plan, c.job, c.task), output.settle(); }, c.x.size));
+  if (y && gradient) {
     result = noted(args, y, PyTuple_Pack(7, stats, args[BIAS], args[KIND], args[GROUPS],
                                          args[CHANNEL_EPS], given ? Py_True : Py_False, args[10]));
-  } else if (fine) {
+  } else {
     result = y;
-    Py_INCREF(y);
+    Py_XINCREF(y);
   }
   // Last, and after the node has seen the versions of its tensors.
   if (result && !given && running) {
@@ -260,12 +299,7 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
     axisnorm::move({(void *)mean, (void *)var, mean_dtype, var_dtype, c.channels, averaged, 1,
                     c.job.stats, c.job.var, nullptr, (double)nest.group_size, 0, 1, momentum,
                     c.x.dtype});
-    PyObject *both = PyTuple_Pack(2, running_mean, running_var);
-    PyObject *done =
-        both ? PyObject_CallFunctionObjArgs(increment_version, both, nullptr) : nullptr;
-    if (!done) Py_CLEAR(result);
-    Py_XDECREF(both);
-    Py_XDECREF(done);
+    if (!increment_versions({running_mean, running_var})) Py_CLEAR(result);
   }
   for (PyObject *used : {y, stats, moments}) Py_XDECREF(used);
   return result;
@@ -310,7 +344,7 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
   Channels c = {};
   Strides strides, grad_strides;
   Reading grad;
-  if (!read_channel_norm(args, c, strides) || !read(gradient, grad, &grad_strides) ||
+  if (!read_channel_norm<Tensors>(args, c, strides) || !read(gradient, grad, &grad_strides) ||
       grad.dtype != c.x.dtype || !same_shape(grad, c.x.t.shape, c.x.t.ndim) ||
       !PyBytes_Check(stats) || !read_activation(args[CHANNEL_ACTIVATION], c.job.activation))
     return unsure();
@@ -377,9 +411,7 @@ PyObject *channel_backward(const Kept &node, PyObject *gradient) {
 
 // connect_nodes({name: object}) -> None: what the nodes of plain norms need, by name
 PyObject *connect_nodes(PyObject *, PyObject *given) {
-  if (!take(given, {{"apply_node", &apply_node},
-                    {"long_backward", &long_backward},
-                    {"increment_version", &increment_version}}))
+  if (!take(given, {{"apply_node", &apply_node}, {"long_backward", &long_backward}}))
     return nullptr;
 #define INTERN(name) \
   if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr
@@ -391,32 +423,45 @@ PyObject *connect_nodes(PyObject *, PyObject *given) {
   Py_RETURN_NONE;
 }
 
-// The output of the common arguments; with `stats`, also what backward needs.
-PyObject *compute(PyObject *const *args, int32_t activation, PyObject **stats) {
+// The output of the common arguments, in `out` unless that is None; with `stats`, also what backward
+// needs.
+template <class Source>
+PyObject *compute(PyObject *const *args, int32_t activation, PyObject *out, PyObject **stats) {
   Job job = {};
   Reading x;
-  if (!read_common(args, job, x)) return unsure();
+  if (!read_common<Source>(args, job, x)) return unsure();
   if (!job.weight && !job.bias && job.n >= axisnorm::LONG) return unsure();  // no rows
   job.activation = activation;
-  PyObject *y = like(args[X], x.size, x.dtype, job.y);
-  if (y && stats && !(*stats = new_stats(job))) Py_CLEAR(y);
-  if (y && !run_rows(axisnorm::forward, job)) Py_CLEAR(y);
-  return y;
+  Output<Source> output;
+  if (!output.make(args[X], x, out, {args[X], args[WEIGHT], args[BIAS]}, job.y))
+    return failed_or_unsure();
+  if (stats && !(*stats = new_stats(job))) return nullptr;
+  return output.result(run([&] { axisnorm::forward(job), output.settle(); }, x.size));
+}
+
+// The sizes of trailing axes as a node keeps them: a list of the caller's could change.
+PyObject *kept_shape(PyObject *shape) {
+  return PyLong_Check(shape) ? PyTuple_Pack(1, shape) : PySequence_Tuple(shape);
 }
 
 // The whole short way: guard, forward, and where a gradient is needed the autograd node.
-PyObject *short_way(PyObject *const *args, PyObject *name) {
+PyObject *short_way(PyObject *const *args, PyObject *name, PyObject *out) {
   int32_t activation;
+  if (numpy_array::is_array(args[X]))
+    return read_activation(name, activation) ? compute<Arrays>(args, activation, out, nullptr)
+                                             : unsure();
   if (!api || !is_exact(args[X]) || !unwatched() || !read_activation(name, activation))
     return unsure();
   // What is no tensor is refused when it is read.
   const bool gradient =
       is_recording() &&
-      (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]));
-  if (!gradient) return compute(args, activation, nullptr);
-  PyObject *stats = nullptr, *y = compute(args, activation, &stats);
+      (wants_gradient(args[X]) || wants_gradient(args[WEIGHT]) || wants_gradient(args[BIAS]) ||
+       wants_gradient(out));
+  if (!gradient) return compute<Tensors>(args, activation, out, nullptr);
+  if (out != Py_None) return unsure();  // an error
+  PyObject *stats = nullptr, *y = compute<Tensors>(args, activation, out, &stats);
   if (!stats) return y;  // unsure, or an error
-  PyObject *shape = y ? PySequence_Tuple(args[SHAPE]) : nullptr;  // a list of the caller's could change
+  PyObject *shape = y ? kept_shape(args[SHAPE]) : nullptr;
   PyObject *result = shape ? noted(args, y, PyTuple_Pack(8, stats, args[BIAS], shape, args[EPS],
                                                          args[OFFSET], args[CENTER], args[ROUNDED],
                                                          name))
@@ -442,12 +487,17 @@ PyObject *node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return y;
 }
 
-// short_layer_norm(x, normalized_shape, weight, bias, eps, activation) -> y
+// What was given in this place, or None.
+PyObject *optional(PyObject *const *args, Py_ssize_t count, int place) {
+  return count > place ? args[place] : Py_None;
+}
+
+// short_layer_norm(x, normalized_shape, weight, bias, eps, activation, out=None) -> y
 PyObject *short_layer_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 6) return unsure();
+  if (count < 6 || count > 7) return unsure();
   static PyObject *const zero = PyFloat_FromDouble(0.0);
   PyObject *common[COMMON] = {args[0], args[2], args[3], args[1], args[4], zero, Py_True, Py_False};
-  return short_way(common, args[5]);
+  return short_way(common, args[5], optional(args, count, 6));
 }
 
 // False: neither of the two texts.
@@ -457,13 +507,22 @@ bool read_rounding(PyObject *text, bool &once) {
   return once || PyUnicode_CompareWithASCIIString(text, "before_affine") == 0;
 }
 
-// short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding, activation) -> y
+// short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding, activation, out=None) -> y
 PyObject *short_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   bool once;
-  if (count != 7 || !read_rounding(args[5], once)) return unsure();
+  if (count < 7 || count > 8 || !read_rounding(args[5], once)) return unsure();
   PyObject *common[COMMON] = {args[0], args[2], Py_None,  args[1],
                               args[3], args[4], Py_False, once ? Py_False : Py_True};
-  return short_way(common, args[6]);
+  return short_way(common, args[6], optional(args, count, 7));
+}
+
+// The gradient of what is activated, which becomes the job's. Null: an exception is set.
+PyObject *gradient_behind(PyObject *x_object, const Reading &x, Job &job) {
+  Job norm = job;
+  PyObject *behind = like(x_object, x.size, x.dtype, norm.y);
+  if (behind && !run_rows(axisnorm::forward, norm)) Py_CLEAR(behind);
+  job.grad = norm.y;
+  return behind;
 }
 
 // (dx, dweight, dbias, None), or None.
@@ -473,23 +532,15 @@ PyObject *short_backward(const Kept &node, PyObject *const *grads) {
   PyObject *common[ACTIVATION + 1], *const stats = node.inputs(common, ACTIVATION + 1);
   Job job = {};
   Reading x, grad;
-  if (!read_common(common, job, x) || !read_activation(common[ACTIVATION], job.activation) ||
-      !read(grads[0], grad) || grad.dtype != x.dtype ||
-      !same_shape(grad, x.t.shape, x.t.ndim) || !PyBytes_Check(stats) ||
+  if (!read_common<Tensors>(common, job, x) ||
+      !read_activation(common[ACTIVATION], job.activation) || !read(grads[0], grad) ||
+      !same_kind(grad, x) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (x.dtype == F64 ? 8 : 4))
     return unsure();
   job.grad = data(grad);
   job.stats = PyBytes_AsString(stats);
-  PyObject *behind = nullptr;  // the gradient of what is activated
-  if (job.activation) {
-    Job norm = job;
-    behind = like(common[X], x.size, x.dtype, norm.y);
-    if (!behind || !run_rows(axisnorm::forward, norm)) {
-      Py_XDECREF(behind);
-      return nullptr;
-    }
-    job.grad = norm.y;
-  }
+  PyObject *behind = nullptr;
+  if (job.activation && !(behind = gradient_behind(common[X], x, job))) return nullptr;
   PyObject *results[3] = {};
   void **targets[3] = {&job.dx, &job.dweight, &job.dbias};
   bool fine = true;
@@ -612,29 +663,68 @@ bool draw_seed(uint64_t &seed) {
   return fine;
 }
 
-enum { RESIDUAL, DROPOUT_P, TRAINING, PRENORM, ADDED };
+enum { RESIDUAL, DROPOUT_P, TRAINING, PRENORM, NAME, ADDED };  // the last one: of an activation
 
-// As short_way, for the norm of a sum: y, or with prenorm (y, h).
-PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
-  if (!api || !apply_add_node || !is_exact(args[X]) || !unwatched()) return unsure();
+// What is added and normalized, as read.
+struct Sum {
   Job job = {};
-  Reading x, residual;
+  Reading x;
+  bool prenorm;
+};
+
+// False: something else.
+template <class Source>
+bool read_sum(PyObject *const *args, PyObject *const *added, Sum &sum) {
+  Reading residual;
   double p;
   const int training = PyObject_IsTrue(added[TRAINING]);
   const int prenorm = training < 0 ? -1 : PyObject_IsTrue(added[PRENORM]);
-  if (prenorm < 0) return PyErr_Clear(), unsure();
-  if (!read_common(args, job, x) || !read(added[RESIDUAL], residual) || !same_kind(residual, x) ||
-      !is_positive(added[RESIDUAL]) || !read_number(added[DROPOUT_P], p) || !(p >= 0 && p < 1))
-    return unsure();
+  if (prenorm < 0) return PyErr_Clear(), false;
+  Job &job = sum.job;
+  if (!read_common<Source>(args, job, sum.x) || !Source::read(added[RESIDUAL], residual) ||
+      !same_kind(residual, sum.x) || !Source::is_positive(added[RESIDUAL]) ||
+      !read_number(added[DROPOUT_P], p) || !(p >= 0 && p < 1) ||
+      !read_activation(added[NAME], job.activation))
+    return false;
+  job.residual = data(residual);
+  job.residual_stride = job.h_stride = job.n;
+  if (training) job.dropout_p = p;
+  sum.prenorm = prenorm;
+  return true;
+}
+
+// As short_add_way, of arrays, from which nothing is dropped.
+PyObject *sum_of_arrays(PyObject *const *args, PyObject *const *added) {
+  Sum sum;
+  if (!read_sum<Arrays>(args, added, sum) || sum.job.dropout_p > 0) return unsure();
+  const Reading &x = sum.x;
+  PyObject *y = Arrays::like(args[X], x.size, x.dtype, sum.job.y), *h = nullptr, *result = nullptr;
+  bool fine = y != nullptr;
+  if (fine && sum.prenorm)
+    fine = (h = Arrays::like(args[X], x.size, x.dtype, sum.job.h)) != nullptr;
+  if (fine && run_rows(axisnorm::forward, sum.job)) {
+    result = sum.prenorm ? PyTuple_Pack(2, y, h) : y;
+    if (!sum.prenorm) Py_INCREF(y);
+  }
+  Py_XDECREF(y);
+  Py_XDECREF(h);
+  return result;
+}
+
+// As short_way, for the norm of a sum: y, or with prenorm (y, h).
+PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
+  if (numpy_array::is_array(args[X])) return sum_of_arrays(args, added);
+  if (!api || !apply_add_node || !is_exact(args[X]) || !unwatched()) return unsure();
+  Sum sum;
+  if (!read_sum<Tensors>(args, added, sum)) return unsure();
+  Job &job = sum.job;
+  const Reading &x = sum.x;
+  const bool prenorm = sum.prenorm;
   const bool recording = is_recording();
   const bool gradient_of_h =
       recording && (wants_gradient(args[X]) || wants_gradient(added[RESIDUAL]));
   const bool gradient = gradient_of_h || (recording && (wants_gradient(args[WEIGHT]) ||
                                                         wants_gradient(args[BIAS])));
-  job.residual = data(residual);
-  job.residual_stride = job.h_stride = job.n;
-  if (training) job.dropout_p = p;
-
   PyObject *y = like(args[X], x.size, x.dtype, job.y), *h = nullptr, *stats = nullptr;
   bool fine = y != nullptr;
   if (fine && (gradient || prenorm)) fine = (h = like(args[X], x.size, x.dtype, job.h)) != nullptr;
@@ -643,9 +733,9 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   fine = fine && run_rows(axisnorm::forward, job);
   PyObject *result = nullptr;
   if (fine && gradient) {
-    PyObject *shape = PySequence_Tuple(args[SHAPE]);
-    PyObject *kept = shape ? Py_BuildValue("(OOOOOOOdL)", stats, args[BIAS], shape, args[EPS],
-                                           args[OFFSET], args[CENTER], args[ROUNDED],
+    PyObject *shape = kept_shape(args[SHAPE]);
+    PyObject *kept = shape ? Py_BuildValue("(OOOOOOOOdL)", stats, args[BIAS], shape, args[EPS],
+                                           args[OFFSET], args[CENTER], args[ROUNDED], added[NAME],
                                            job.dropout_p, (long long)job.seed)
                            : nullptr;
     PyObject *found =
@@ -671,24 +761,24 @@ PyObject *short_add_way(PyObject *const *args, PyObject *const *added) {
   return result;
 }
 
-// short_add_layer_norm(x, residual, normalized_shape, weight, bias, eps, dropout_p, training,
-// prenorm) -> y or (y, h)
+// short_add_layer_norm(x, residual, normalized_shape, weight, bias, eps, dropout_p, training, prenorm,
+// activation) -> y or (y, h)
 PyObject *short_add_layer_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 9) return unsure();
+  if (count != 10) return unsure();
   static PyObject *const zero = PyFloat_FromDouble(0.0);
   PyObject *common[COMMON] = {args[0], args[3], args[4], args[2], args[5], zero, Py_True, Py_False};
-  PyObject *added[ADDED] = {args[1], args[6], args[7], args[8]};
+  PyObject *added[ADDED] = {args[1], args[6], args[7], args[8], args[9]};
   return short_add_way(common, added);
 }
 
 // short_add_rms_norm(x, residual, normalized_shape, weight, eps, weight_offset, rounding, dropout_p,
-// training, prenorm) -> y or (y, h)
+// training, prenorm, activation) -> y or (y, h)
 PyObject *short_add_rms_norm(PyObject *, PyObject *const *args, Py_ssize_t count) {
   bool once;
-  if (count != 10 || !read_rounding(args[6], once)) return unsure();
+  if (count != 11 || !read_rounding(args[6], once)) return unsure();
   PyObject *common[COMMON] = {args[0], args[3], Py_None,  args[2],
                               args[4], args[5], Py_False, once ? Py_False : Py_True};
-  PyObject *added[ADDED] = {args[1], args[7], args[8], args[9]};
+  PyObject *added[ADDED] = {args[1], args[7], args[8], args[9], args[10]};
   return short_add_way(common, added);
 }
 
@@ -699,7 +789,8 @@ PyObject *add_node_forward(PyObject *, PyObject *const *args, Py_ssize_t count) 
     return nullptr;
   }
   PyObject *ctx = args[0], *found = args[5], *h = PyTuple_GetItem(found, 1);
-  PyObject *saved = PyTuple_Pack(2, h, args[3]);
+  PyObject *name = PyTuple_GetItem(PyTuple_GetItem(found, 2), CONSTANTS + ACTIVATION - SHAPE);
+  PyObject *saved = PyTuple_Pack(name != Py_None ? 3 : 2, h, args[3], args[4]);
   // An output that nobody used has no gradient rather than one of zeros.
   bool fine = saved && !PyObject_SetAttr(ctx, names.to_save, saved) &&
               !PyObject_SetAttr(ctx, names.kept, PyTuple_GetItem(found, 2)) &&
@@ -721,20 +812,23 @@ bool read_gradient(PyObject *object, const Reading &of, Reading &gradient) {
 
 // (dx, dresidual, dweight, dbias, None), or None.
 PyObject *short_add_backward(const Kept &node, PyObject *const *grads) {
-  PyObject *common[COMMON], *const stats = node.inputs(common, COMMON);
+  PyObject *common[ACTIVATION + 1], *const stats = node.inputs(common, ACTIVATION + 1);
   Job job = {};
   Reading h, grad, grad_h;
-  if (!read_common(common, job, h) || !read_gradient(grads[0], h, grad) ||
+  if (!read_common<Tensors>(common, job, h) || !read_gradient(grads[0], h, grad) ||
+      !read_activation(common[ACTIVATION], job.activation) ||
       (grads[1] != Py_None && !read_gradient(grads[1], h, grad_h)) || !PyBytes_Check(stats) ||
       PyBytes_Size(stats) != 3 * job.rows * (h.dtype == F64 ? 8 : 4))
     return unsure();
   job.grad = data(grad);
   if (grads[1] != Py_None) job.grad_h = data(grad_h);
   job.stats = PyBytes_AsString(stats);
+  PyObject *behind = nullptr;
+  if (job.activation && !(behind = gradient_behind(common[X], h, job))) return nullptr;
   job.grad_h_stride = job.dropped_dx_stride = job.n;
-  job.dropout_p = PyFloat_AsDouble(node.constant(5));
-  job.seed = (uint64_t)PyLong_AsLongLong(node.constant(6));
-  if (PyErr_Occurred()) return nullptr;
+  job.dropout_p = PyFloat_AsDouble(node.constant(6));
+  job.seed = (uint64_t)PyLong_AsLongLong(node.constant(7));
+  if (PyErr_Occurred()) return Py_XDECREF(behind), nullptr;
 
   const bool dropped = job.dropout_p > 0;
   PyObject *dx = nullptr, *dh = nullptr, *dweight = nullptr, *dbias = nullptr;
@@ -754,7 +848,7 @@ PyObject *short_add_backward(const Kept &node, PyObject *const *grads) {
                           node.needs(1) ? or_none(dh) : Py_None, or_none(dweight), or_none(dbias),
                           Py_None);
   }
-  for (PyObject *made : {dx, dh, dweight, dbias}) Py_XDECREF(made);
+  for (PyObject *made : {dx, dh, dweight, dbias, behind}) Py_XDECREF(made);
   return result;
 }
 

@@ -7,13 +7,13 @@
 
 #include <string.h>
 
+#include "arrays.h"
 #include "axes.h"
-#include "torch_tensor.h"
 
 namespace torch_door {
 namespace {
 
-// Python functions, by name; see _torch_ops.py.
+// Python functions, by name; see _route.py and _torch_ops.py.
 struct {
   PyObject *prepared;  // {(scheme, shape, affine): the constants below, or None}
   PyObject *prepare;   // (scheme, shape, affine) -> the same, which it puts there
@@ -39,10 +39,11 @@ bool has_shape(const Reading &r, PyObject *shape) {
 }
 
 // A contiguous tensor of this shape, or None. False: something else.
+template <class Source>
 bool read_parameter(PyObject *object, PyObject *shape, const void *&place, int32_t &dtype) {
   if (object == Py_None) return true;
   Reading r;
-  if (!read(object, r) || !has_shape(r, shape)) return false;
+  if (!Source::read(object, r) || !has_shape(r, shape)) return false;
   place = data(r);
   dtype = r.dtype;
   return true;
@@ -92,9 +93,10 @@ class Call {
   ~Call() { Py_XDECREF(constants); }
 
   // False: unusual, perhaps with an error.
+  template <class Source = Tensors>
   bool read(PyObject *tensor, PyObject *weight, PyObject *bias, PyObject *mask,
             PyObject *running_mean, PyObject *running_var, PyObject *scheme) {
-    if (!api || mask != Py_None || !torch_door::read(tensor, x, &strides)) return false;
+    if (mask != Py_None || !Source::read(tensor, x, &strides)) return false;
     if (!find_constants(scheme, weight != Py_None || bias != Py_None)) return false;
     const bool running = running_mean != Py_None;
     if (running != (running_var != Py_None)) return false;
@@ -103,12 +105,12 @@ class Call {
     job.center = constant(CENTER) == Py_True;
     job.rounded = constant(ROUNDED) == Py_True;
     groups = PyLong_AsLongLong(constant(GROUPS));
-    if (!read_parameter(weight, constant(AFFINE_SHAPE), job.weight, job.weight_dtype) ||
-        !read_parameter(bias, constant(AFFINE_SHAPE), job.bias, job.bias_dtype) ||
-        !read_parameter(running_mean, constant(RUNNING_SHAPE), task.running_mean,
-                        task.running_mean_dtype) ||
-        !read_parameter(running_var, constant(RUNNING_SHAPE), task.running_var,
-                        task.running_var_dtype) ||
+    if (!read_parameter<Source>(weight, constant(AFFINE_SHAPE), job.weight, job.weight_dtype) ||
+        !read_parameter<Source>(bias, constant(AFFINE_SHAPE), job.bias, job.bias_dtype) ||
+        !read_parameter<Source>(running_mean, constant(RUNNING_SHAPE), task.running_mean,
+                                task.running_mean_dtype) ||
+        !read_parameter<Source>(running_var, constant(RUNNING_SHAPE), task.running_var,
+                                task.running_var_dtype) ||
         !read_number(constant(CORRECTION), task.correction) ||
         !read_number(constant(OFFSET), job.weight_offset))
       return false;
@@ -259,25 +261,40 @@ PyObject *op_forward(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return result;
 }
 
-// short_normalize(x, scheme, weight, bias, running_mean, running_var, activation) -> y, where no gradient
-// is wanted and nothing moves
+// The arguments of short_normalize, nobody watching.
+template <class Source> PyObject *normalized(PyObject *const *args, PyObject *out) {
+  Call call;
+  if (!read_activation(args[6], call.job.activation) ||
+      !call.read<Source>(args[0], args[2], args[3], Py_None, args[4], args[5], args[1]) ||
+      (call.constant(USES_RUNNING) == Py_True) != (args[4] != Py_None))
+    return failed_or_unsure();
+  call.problem.has_running = args[4] != Py_None;
+  Output<Source> output;
+  Strides strides;
+  if (may_meet<Source>(out, {args[4], args[5]}) ||
+      !output.make(args[0], call.x, out, {args[0], args[2], args[3]}, call.job.y, &strides))
+    return failed_or_unsure();
+  call.problem.has_y = true;
+  call.set_strides(strides, &axisnorm::Axis::y);
+  if (!call.make_plan()) return unsure();
+  return output.result(run(
+      [&] { axisnorm::forward(*call.plan, call.job, call.task), output.settle(); }, call.x.size));
+}
+
+// short_normalize(x, scheme, weight, bias, running_mean, running_var, activation, out=None) -> y, where
+// no gradient is wanted and nothing moves
 PyObject *short_normalize(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 7 || !api || !PyUnicode_Check(args[1]) || !unwatched()) return unsure();
+  if (count < 7 || count > 8 || !PyUnicode_Check(args[1])) return unsure();
+  PyObject *const out = count > 7 ? args[7] : Py_None;
+  if (numpy_array::is_array(args[0])) return normalized<Arrays>(args, out);
+  if (!api || !unwatched()) return unsure();
   const bool recording = is_recording();
   for (int i : {0, 2, 3, 4, 5})
     if ((i == 0 || args[i] != Py_None) && (!is_exact(args[i]) || !is_positive(args[i]) ||
                                            (recording && wants_gradient(args[i]))))
       return unsure();
-  Call call;
-  if (!read_activation(args[6], call.job.activation) ||
-      !call.read(args[0], args[2], args[3], Py_None, args[4], args[5], args[1]) ||
-      (call.constant(USES_RUNNING) == Py_True) != (args[4] != Py_None))
-    return PyErr_Occurred() ? nullptr : unsure();
-  call.problem.has_running = args[4] != Py_None;
-  PyObject *y = new_output(call, args[0]);
-  if (!y) return PyErr_Occurred() ? nullptr : unsure();
-  if (!run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size)) Py_CLEAR(y);
-  return y;
+  if (recording && wants_gradient(out)) return unsure();
+  return normalized<Tensors>(args, out);
 }
 
 // A tensor like x that is written to, and the axes' strides of it. False: something else.
@@ -582,11 +599,15 @@ PyObject *op_scale_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+// connect_schemes({name: object}) -> None: how a scheme is looked up, by name
+PyObject *connect_schemes(PyObject *, PyObject *given) {
+  if (!take(given, {{"prepared", &python.prepared}, {"prepare", &python.prepare}})) return nullptr;
+  Py_RETURN_NONE;
+}
+
 // connect_ops({name: object}) -> None: what the functions above need, by name
 PyObject *connect_ops(PyObject *, PyObject *given) {
-  if (!take(given, {{"prepared", &python.prepared},
-                    {"prepare", &python.prepare},
-                    {"new_stats", &python.new_stats},
+  if (!take(given, {{"new_stats", &python.new_stats},
                     {"nothing", &python.nothing},
                     {"forward", &python.forward},
                     {"backward", &python.backward},
@@ -602,6 +623,8 @@ PyObject *connect_ops(PyObject *, PyObject *given) {
 }
 
 PyMethodDef methods[] = {
+    {"connect_arrays", (PyCFunction)(void *)numpy_array::connect, METH_FASTCALL, nullptr},
+    {"connect_schemes", (PyCFunction)connect_schemes, METH_O, nullptr},
     {"connect_ops", (PyCFunction)connect_ops, METH_O, nullptr},
     {"short_normalize", (PyCFunction)(void *)short_normalize, METH_FASTCALL, nullptr},
     {"op_forward", (PyCFunction)(void *)op_forward, METH_FASTCALL, nullptr},

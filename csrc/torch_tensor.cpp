@@ -14,12 +14,46 @@ PyObject *large_empty_like;
 int64_t large;  // bytes from which large_empty_like allocates
 PyObject *empty_strided;  // (sizes, strides, dtype) -> a tensor, in half of the time; or None
 PyObject *dtypes;         // torch's, by their numbers here
+PyObject *increment_version;  // of tensors in a tuple
+
+// A function that is asked often, of nothing or of a tensor. One in C that takes nothing is called as
+// it is, in half of the time.
+class Question {
+ public:
+  PyObject *function = nullptr;
+
+  // With a tensor, a method of this class becomes the function of it. False: an exception is set.
+  bool prepare(PyObject *model = nullptr) {
+    direct_ = nullptr;
+    PyObject *bound = function;
+    Py_INCREF(bound);
+    if (model && PyObject_TypeCheck(function, &PyMethodDescr_Type)) {
+      Py_DECREF(bound);
+      if (!(bound = PyObject_CallMethod(function, "__get__", "O", model))) return false;
+    }
+    if (PyCFunction_Check(bound) && PyCFunction_GetFlags(bound) == METH_NOARGS) {
+      direct_ = PyCFunction_GetFunction(bound);
+      self_ = model ? nullptr : PyCFunction_GetSelf(bound);
+    }
+    Py_DECREF(bound);
+    if (PyErr_Occurred()) return false;
+    return true;
+  }
+  PyObject *ask() const { return direct_ ? direct_(self_, nullptr) : PyObject_CallNoArgs(function); }
+  PyObject *ask(PyObject *tensor) const {
+    return direct_ ? direct_(tensor, nullptr)
+                   : PyObject_CallFunctionObjArgs(function, tensor, nullptr);
+  }
+
+ private:
+  PyCFunction direct_ = nullptr;
+  PyObject *self_ = nullptr;  // borrowed from the function
+};
 
 // Who may be watching: functions without arguments that return a number or a bool,
 // torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
 struct {
-  PyObject *dispatch_modes, *function_mode, *transforms, *tracing, *grad_enabled, *is_neg,
-      *is_inference;
+  Question dispatch_modes, function_mode, transforms, tracing, grad_enabled, is_neg, is_inference;
   PyObject *compiler, *forward_ad;
 } watch;
 
@@ -43,10 +77,8 @@ bool answers_quiet(PyObject *answer) {
   return result;
 }
 
-bool says_no(PyObject *function) { return answers_quiet(PyObject_CallNoArgs(function)); }
-bool says_no(PyObject *function, PyObject *of) {
-  return answers_quiet(PyObject_CallFunctionObjArgs(function, of, nullptr));
-}
+bool says_no(const Question &question) { return answers_quiet(question.ask()); }
+bool says_no(const Question &question, PyObject *of) { return answers_quiet(question.ask(of)); }
 
 int dtype_of(nanobind::dlpack::dtype d) {
   if (d.lanes != 1) return -1;
@@ -92,7 +124,7 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
   auto *table = (const ExchangeApi *)PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
   if (!table) return nullptr;
   if (table->header.major != 1 || !table->describe) Py_RETURN_FALSE;
-  PyObject *least = nullptr;
+  PyObject *least = nullptr, *model = nullptr;
   if (!take(args[1], {{"Tensor", &tensor_type},
                       {"Parameter", &parameter_type},
                       {"empty_like", &empty_like},
@@ -100,19 +132,27 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
                       {"large", &least},
                       {"empty_strided", &empty_strided},
                       {"dtypes", &dtypes},
-                      {"dispatch_modes", &watch.dispatch_modes},
-                      {"function_mode", &watch.function_mode},
-                      {"transforms", &watch.transforms},
-                      {"tracing", &watch.tracing},
-                      {"grad_enabled", &watch.grad_enabled},
-                      {"is_neg", &watch.is_neg},
-                      {"is_inference", &watch.is_inference},
+                      {"increment_version", &increment_version},
+                      {"model", &model},
+                      {"dispatch_modes", &watch.dispatch_modes.function},
+                      {"function_mode", &watch.function_mode.function},
+                      {"transforms", &watch.transforms.function},
+                      {"tracing", &watch.tracing.function},
+                      {"grad_enabled", &watch.grad_enabled.function},
+                      {"is_neg", &watch.is_neg.function},
+                      {"is_inference", &watch.is_inference.function},
                       {"compiler", &watch.compiler},
                       {"forward_ad", &watch.forward_ad}}))
     return nullptr;
   large = PyLong_AsLongLong(least);
   Py_DECREF(least);
-  if (PyErr_Occurred()) return nullptr;
+  bool prepared = !PyErr_Occurred();
+  for (Question *question : {&watch.dispatch_modes, &watch.function_mode, &watch.transforms,
+                             &watch.tracing, &watch.grad_enabled})
+    prepared = prepared && question->prepare();
+  prepared = prepared && watch.is_neg.prepare(model) && watch.is_inference.prepare(model);
+  Py_DECREF(model);
+  if (!prepared) return nullptr;
 #define INTERN(name) \
   if (!(names.name = PyUnicode_InternFromString(#name))) return nullptr
   INTERN(_is_compiling_flag);
@@ -148,6 +188,20 @@ bool wants_gradient(PyObject *tensor) {
 
 bool is_inference(PyObject *tensor) { return !says_no(watch.is_inference, tensor); }
 
+bool increment_versions(std::initializer_list<PyObject *> tensors) {
+  PyObject *all = PyTuple_New((Py_ssize_t)tensors.size());
+  Py_ssize_t i = 0;
+  for (PyObject *tensor : tensors) {
+    Py_INCREF(tensor);
+    if (all && PyTuple_SetItem(all, i++, tensor)) Py_CLEAR(all);
+  }
+  PyObject *done =
+      all ? PyObject_CallFunctionObjArgs(increment_version, all, nullptr) : nullptr;
+  Py_XDECREF(all);
+  Py_XDECREF(done);
+  return done;
+}
+
 void Strides::set(const dltensor &t) {
   int64_t step = 1;
   for (int i = t.ndim - 1; i >= 0; i--) {
@@ -157,7 +211,7 @@ void Strides::set(const dltensor &t) {
 }
 
 bool read(PyObject *object, Reading &r, Strides *strides) {
-  if (!is_exact(object)) return false;
+  if (!api || !is_exact(object)) return false;
   if (api->describe(object, &r.t)) {
     PyErr_Clear();
     return false;
@@ -201,42 +255,43 @@ PyObject *tuple_of(const int64_t *numbers, int count) {
 
 namespace {
 
-// The sizes and strides of a tensor as tuples, kept for the next one.
+// The sizes, strides and type of a tensor as empty_strided takes them, kept for the next one.
 class KeptLayout {
  public:
   static constexpr int MOST = 6;  // axes
-  PyObject *sizes = nullptr, *strides = nullptr;
+  PyObject *arguments = nullptr;
 
   // False: an exception is set.
-  bool become(const dltensor &t) {
-    if (ndim == t.ndim && !memcmp(shape, t.shape, bytes(t)) && !memcmp(steps, t.strides, bytes(t)))
+  bool become(const dltensor &t, int new_dtype) {
+    if (ndim == t.ndim && dtype == new_dtype && !memcmp(shape, t.shape, bytes(t)) &&
+        !memcmp(steps, t.strides, bytes(t)))
       return true;
     // A collection of garbage during this may normalize, too, and use this place.
-    PyObject *const new_sizes = tuple_of(t.shape, t.ndim);
-    PyObject *const new_strides = new_sizes ? tuple_of(t.strides, t.ndim) : nullptr;
-    if (!new_strides) {
-      Py_XDECREF(new_sizes);
-      return false;
-    }
+    PyObject *const sizes = tuple_of(t.shape, t.ndim);
+    PyObject *const strides = sizes ? tuple_of(t.strides, t.ndim) : nullptr;
+    PyObject *const made =
+        strides ? PyTuple_Pack(3, sizes, strides, PyTuple_GetItem(dtypes, new_dtype)) : nullptr;
     Py_XDECREF(sizes);
     Py_XDECREF(strides);
-    sizes = new_sizes;
-    strides = new_strides;
+    if (!made) return false;
+    Py_XDECREF(arguments);
+    arguments = made;
     memcpy(shape, t.shape, bytes(t));
     memcpy(steps, t.strides, bytes(t));
     ndim = t.ndim;
+    dtype = new_dtype;
     return true;
   }
 
  private:
-  int ndim = -1;
+  int ndim = -1, dtype = -1;
   int64_t shape[MOST], steps[MOST];
 
   static size_t bytes(const dltensor &t) { return (size_t)t.ndim * sizeof(int64_t); }
 } kept_layouts[16];
 
-KeptLayout &kept_layout(const dltensor &t) {
-  uint64_t hash = (uint64_t)t.ndim;
+KeptLayout &kept_layout(const dltensor &t, int dtype) {
+  uint64_t hash = (uint64_t)(t.ndim + 64 * dtype);
   for (int i = 0; i < t.ndim; i++) hash = (hash ^ (uint64_t)t.shape[i]) * 0x9e3779b97f4a7c15;
   return kept_layouts[hash >> 60];
 }
@@ -250,16 +305,13 @@ PyObject *small_empty_like(PyObject *tensor) {
   const int dtype = dtype_of(t.dtype);
   if (dtype < 0 || !t.strides || t.ndim > KeptLayout::MOST || !contiguous(t))
     return PyObject_CallFunctionObjArgs(empty_like, tensor, nullptr);
-  KeptLayout &kept = kept_layout(t);
-  if (!kept.become(t)) return nullptr;
+  KeptLayout &kept = kept_layout(t, dtype);
+  if (!kept.become(t, dtype)) return nullptr;
   // Another thread may need the place meanwhile.
-  PyObject *const sizes = kept.sizes, *const strides = kept.strides;
-  Py_INCREF(sizes);
-  Py_INCREF(strides);
-  PyObject *result = PyObject_CallFunctionObjArgs(empty_strided, sizes, strides,
-                                                  PyTuple_GetItem(dtypes, dtype), nullptr);
-  Py_DECREF(sizes);
-  Py_DECREF(strides);
+  PyObject *const arguments = kept.arguments;
+  Py_INCREF(arguments);
+  PyObject *result = PyObject_Call(empty_strided, arguments, nullptr);
+  Py_DECREF(arguments);
   return result;
 }
 

@@ -1,4 +1,4 @@
-// Reading torch tensors in C. torch exposes a table of C functions (DLPack 1.3, the type's
+// Reading torch tensors in C, and what is read of arrays, too. torch exposes a table of C functions (DLPack 1.3, the type's
 // __dlpack_c_exchange_api__) that describes a tensor without a Python call and without linking to
 // torch.
 #pragma once
@@ -55,6 +55,8 @@ bool is_recording();  // gradients
 bool wants_gradient(PyObject *tensor);
 // A tensor that keeps no version may not be written.
 bool is_inference(PyObject *tensor);
+// That tensors were written, for autograd. False: an exception is set.
+bool increment_versions(std::initializer_list<PyObject *> tensors);
 
 // ---- reading
 

@@ -354,11 +354,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "batch_norm": (
         lambda x, **more: axisnorm.batch_norm(x, None, None, training=True, **more), (2, 6, 3, 3)
     ),
+    "add_layer_norm": (
+        lambda x, **more: axisnorm.add_layer_norm(x, 2 * x, 6, **more), (2, 3, 6)
+    ),
+    "add_rms_norm": (lambda x, **more: axisnorm.add_rms_norm(x, -3 * x, 6, **more), (2, 3, 6)),
 }  # fmt: skip
 Functions = pytest.mark.parametrize("function", FUNCTIONS)
 
 
-@Functions
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if not name.startswith("add")])
 @Names
 def test_out_and_masks(function: str, name: str) -> None:
     call, shape = FUNCTIONS[function]
@@ -402,7 +406,7 @@ def test_whoever_watches_sees_the_norm_and_torchs_function(function: str, name: 
     y = call(leaf, activation=name)
     with _Recorded() as seen:
         (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(x))
-    assert "axisnorm::norm_bwd" in seen.names
+    assert {"axisnorm::norm_bwd", "axisnorm::add_norm_bwd"} & set(seen.names)
     (plain,) = torch.autograd.grad(call(leaf, activation=name), leaf, torch.ones_like(x))
     torch.testing.assert_close(dx, plain, atol=1e-5, rtol=1e-5)
     traced = torch.jit.trace(lambda x: call(x, activation=name), x, check_trace=False)
@@ -442,7 +446,8 @@ def test_transforms(function: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu"])
-def test_third_derivatives(name: str) -> None:
+@pytest.mark.parametrize("summed", [False, True], ids=["", "of a sum"])
+def test_third_derivatives(name: str, summed: bool) -> None:
     x = values((3, 4), torch.float64).requires_grad_()
     weight, bias = (values((4,), torch.float64, i).requires_grad_() for i in (1, 2))
     directions = [values((3, 4), torch.float64, 10 + i) for i in range(3)]
@@ -455,12 +460,93 @@ def test_third_derivatives(name: str) -> None:
         return torch.autograd.grad(value, (x, weight, bias))
 
     # Written out: torch's own layer_norm has other third derivatives by x.
-    centred = x - x.mean(-1, keepdim=True)
+    residual = values((3, 4), torch.float64, 4)
+    h = x + residual if summed else x
+    centred = h - h.mean(-1, keepdim=True)
     z = centred / ((centred * centred).mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
-    torch.testing.assert_close(
-        third(axisnorm.layer_norm(x, 4, weight, bias, activation=name)),
-        third(getattr(F, name)(z)),
+    if summed:
+        y = axisnorm.add_layer_norm(x, residual, 4, weight, bias, activation=name)
+    else:
+        y = axisnorm.layer_norm(x, 4, weight, bias, activation=name)
+    torch.testing.assert_close(third(y), third(getattr(F, name)(z)))
+
+
+SUMS: dict[str, Callable[..., Any]] = {
+    "add_layer_norm": axisnorm.add_layer_norm,
+    "add_rms_norm": lambda x, r, n, w, _, **more: axisnorm.add_rms_norm(x, r, n, w, **more),
+    "gemma": lambda x, r, n, w, _, **more: axisnorm.add_rms_norm(
+        x, r, n, w, 1e-3, weight_offset=1.0, **more
+    ),
+}
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("sum_norm", SUMS)
+@Names
+@Dtypes
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("strided", [False, True], ids=["", "strided"])
+def test_sums(
+    sum_norm: str, name: str, dtype: torch.dtype, dropout_p: float, strided: bool
+) -> None:
+    """y is activated and h is not; their gradients are those of the three steps."""
+    norm = SUMS[sum_norm]
+    x, residual, up, up_h = (values((5, 33), dtype, i) for i in range(4))
+    if strided:  # not for the short way
+        x, residual = (t.T.contiguous().T for t in (x, residual))
+    weight, bias = (values((33,), dtype, i) for i in (5, 6))
+    leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
+    options: dict[str, Any] = {"dropout_p": dropout_p, "training": True}
+
+    def call(**more: Any) -> Any:
+        torch.manual_seed(1)
+        return norm(x, residual, 33, weight, bias, **options, **more)
+
+    y, h = call(prenorm=True, activation=name)
+    plain, same_h = call(prenorm=True)
+    assert torch.equal(h, same_h)
+    assert torch.equal(call(activation=name), y)
+    with torch.no_grad():
+        assert torch.equal(call(activation=name), y)
+    kept = (call(prenorm=True)[1] - residual).detach().double() if dropout_p else None
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    factor = 1.0 if kept is None else 1 / (1 - dropout_p) * (kept != 0)
+    wide_h = wide[1] + wide[0] * factor
+    # h is rounded to its type, through which gradients pass.
+    rounded = wide_h + (h.detach().double() - wide_h.detach())
+    wide_plain = _wide_norm(sum_norm, rounded, *wide[2:], dtype)
+    wanted = exact(wide_plain, name)
+    assert_close(y.detach(), wanted.detach(), 6, float(plain.detach().abs().max()))
+    used = [0, 1, 2, 3] if sum_norm == "add_layer_norm" else [0, 1, 2]
+    found = torch.autograd.grad((y, h), [leaves[i] for i in used], (up, up_h))
+    true = torch.autograd.grad(
+        (wanted, wide_h), [wide[i] for i in used], (up.double(), up_h.double())
     )
+    assert_gradients(found, true, x.numel())
+
+
+def _wide_norm(
+    sum_norm: str, h: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype
+) -> Tensor:
+    if sum_norm == "add_layer_norm":
+        return reference.forward(h, Scheme.layer_norm(33), weight, bias)[0]
+    eps = reference.resolve_eps(Scheme.rms_norm(33), dtype) if sum_norm == "add_rms_norm" else 1e-3
+    offset = 1.0 if sum_norm == "gemma" else 0.0
+    return reference.forward(h, Scheme.rms_norm(33, eps=eps, weight_offset=offset), weight)[0]
+
+
+@Names
+@Dtypes
+def test_sums_of_arrays_have_the_bits_of_tensors(name: str, dtype: torch.dtype) -> None:
+    x, residual, weight, bias = (values((5, 33), dtype, i) for i in range(4))
+    weight, bias = weight[0], bias[0]
+    for norm in SUMS.values():
+        for order in (lambda t: t, lambda t: t.T.contiguous().T):
+            tensors = [*map(order, (x, residual)), 33, weight, bias]
+            arrays = [t if isinstance(t, int) else to_numpy(t) for t in tensors]
+            found = norm(*arrays, prenorm=True, activation=name)
+            for y, wanted in zip(found, norm(*tensors, prenorm=True, activation=name), strict=True):
+                assert torch.equal(from_numpy(y), wanted)
 
 
 @Names
@@ -471,6 +557,8 @@ def test_a_bias_that_changed_before_backward_is_refused(name: str) -> None:
         functools.partial(axisnorm.layer_norm, x, 4, None, bias),
         functools.partial(axisnorm.group_norm, x, 2, None, bias),
         functools.partial(axisnorm.layer_norm, x, 4, None, bias, mask=x > -9),
+        functools.partial(axisnorm.add_layer_norm, x, x.detach(), 4, None, bias),
+        functools.partial(axisnorm.add_layer_norm, x.T.contiguous().T, x.detach(), 4, None, bias),
     )
     for call in calls:
         y = call(activation=name)
@@ -481,7 +569,14 @@ def test_a_bias_that_changed_before_backward_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [("batch_norm", "relu"), ("group_norm", "silu"), ("rms_norm", "gelu")]
+    ("function", "name"),
+    [
+        ("batch_norm", "relu"),
+        ("group_norm", "silu"),
+        ("rms_norm", "gelu"),
+        ("add_layer_norm", "gelu"),
+        ("add_rms_norm", "relu"),
+    ],
 )
 def test_compiled(function: str, name: str) -> None:
     call, shape = FUNCTIONS[function]
@@ -550,6 +645,10 @@ MODULES: dict[str, tuple[Callable[..., torch.nn.Module], tuple[int, ...]]] = {
     ),
     "Norm, no statistics": (functools.partial(ann.Norm, "n [c] ..."), (4, 8, 2, 3)),
 }  # fmt: skip
+SUM_MODULES: dict[str, Callable[..., torch.nn.Module]] = {
+    "AddLayerNorm": functools.partial(ann.AddLayerNorm, 8, dropout_p=0.5),
+    "AddRMSNorm": functools.partial(ann.AddRMSNorm, 8),
+}
 Modules = pytest.mark.parametrize("module", MODULES)
 
 
@@ -571,6 +670,48 @@ def test_modules(module: str, name: str) -> None:
                   _saved(activated)):  # fmt: skip
         assert again.activation == name
         assert torch.equal(again(x), activated(x))
+
+
+@pytest.mark.parametrize("module", SUM_MODULES)
+@Names
+def test_modules_of_sums(module: str, name: str) -> None:
+    make = SUM_MODULES[module]
+    x, residual = values((4, 8)), values((4, 8), seed=1)
+    plain, activated = make(prenorm=True), make(prenorm=True, activation=name)
+    for train in (True, False):
+        found = []
+        for norm in (plain, activated):
+            torch.manual_seed(2)
+            found.append(norm.train(train)(x, residual))
+        assert_close(found[1][0], exact(found[0][0], name), 6)
+        assert torch.equal(found[0][1], found[1][1])
+    assert repr(activated) == f"{repr(plain)[:-1]}, activation={name!r})"
+    assert list(activated.state_dict()) == list(plain.state_dict())
+    for again in (copy.deepcopy(activated), _saved(activated)):
+        assert torch.equal(again(x, residual)[0], activated(x, residual)[0])
+    assert "activation" not in vars(plain)
+    with pytest.raises(ArgumentError, match="'tanh' came"):
+        make(activation="tanh")
+
+
+def test_programs_of_sums() -> None:
+    model = ann.AddLayerNorm(8, activation="silu").eval()
+    given = values((4, 8)), values((4, 8), seed=1)
+    program = torch.export.export(model, given)
+    assert "aten.silu" in str(program.graph)
+    torch.testing.assert_close(program.module()(*given), model(*given))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.isinstance.treespec, LeafSpec")
+def test_onnx_of_sums() -> None:
+    pytest.importorskip("onnxscript")
+    model = ann.AddRMSNorm(8, activation="silu").eval()
+    program = torch.onnx.export(
+        model, (values((4, 8)), values((4, 8))), dynamo=True, opset_version=23, verbose=False
+    )
+    assert program is not None
+    nodes = [node.op_type for node in program.model.graph if node.op_type != "Constant"]
+    assert nodes == ["Add", "RMSNormalization", "Sigmoid", "Mul"]
 
 
 def _saved(module: torch.nn.Module) -> torch.nn.Module:
@@ -656,7 +797,11 @@ def test_the_lens_says_that_an_activation_follows(name: str) -> None:
     assert not swapped.replaced
     assert [one.reason for one in swapped.left] == ["is this library's already"]
     assert type(model[1]) is ann.LayerNorm
-    for subject in (model[1], functools.partial(axisnorm.layer_norm, activation=name)):
+    for subject in (
+        model[1],
+        functools.partial(axisnorm.layer_norm, activation=name),
+        ann.AddLayerNorm(8, activation=name),
+    ):
         with pytest.raises(ArgumentError, match="norms alone"):
             axisnorm.explain(subject, (3, 8))
         with pytest.raises(ArgumentError, match="norms alone"):

@@ -118,7 +118,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 needs_direct_calls = pytest.mark.skipif(
-    not _torch._is_connected, reason="this torch has no table of C functions for its tensors"
+    not _torch.is_connected, reason="this torch has no table of C functions for its tensors"
 )
 
 
@@ -650,6 +650,50 @@ def test_compiled_autograd() -> None:
         with torch._dynamo.utils.maybe_enable_compiled_autograd(True):
             wrap(lambda t: axisnorm.layer_norm(t, 4).pow(3).sum())(x).backward()
         assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize(
+    "module, shape",
+    [
+        (ann.LayerNorm(4), (3, 4)),
+        (ann.RMSNorm((3, 4), activation="gelu"), (2, 3, 4)),
+        (ann.GroupNorm(2, 4, activation="relu"), (3, 4, 2)),
+        (ann.BatchNorm1d(4), (3, 4, 2)),
+        (ann.BatchNorm1d(4, activation="silu").eval(), (3, 4, 2)),
+        (ann.AddLayerNorm(4, dropout_p=0.5), (3, 4)),
+        (ann.AddRMSNorm(4, prenorm=True), (3, 4)),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_autograd_of_the_short_way(
+    module: torch.nn.Module, shape: tuple[int, ...]
+) -> None:
+    """Their nodes' backward is in C, which compilers do not look into."""
+    torch._dynamo.reset()
+    x = values(shape).requires_grad_()
+    given = (
+        (x, values(shape, seed=1))
+        if isinstance(module, (ann.AddLayerNorm, ann.AddRMSNorm))
+        else (x,)
+    )
+    wrt = [x, *module.parameters()]
+    for step in range(2):
+        if (var := getattr(module, "running_var", None)) is not None:
+            var.fill_(step + 1.0)
+
+        def loss() -> Tensor:
+            torch.manual_seed(0)
+            found = module(*given)
+            return sum((y.pow(3).sum() for y in found), torch.tensor(0.0))
+
+        wanted = torch.autograd.grad(loss(), wrt)
+        for t in wrt:
+            t.grad = None
+        with torch._dynamo.utils.maybe_enable_compiled_autograd(True):
+            loss().backward()
+        for t, g in zip(wrt, wanted, strict=True):
+            assert t.grad is not None and torch.allclose(t.grad, g, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

@@ -32,7 +32,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axisnorm
-from axisnorm import ArgumentError, DtypeError, Scheme, _build, _torch_residual, reference
+from axisnorm import (
+    ArgumentError,
+    DtypeError,
+    Scheme,
+    _build,
+    _native,
+    _torch_residual,
+    reference,
+)
 
 T = torch.Tensor
 LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 257, 768, 1000)
@@ -772,12 +780,12 @@ def test_x_is_the_residual() -> None:
 @needs_short_way
 def test_the_short_way_is_taken() -> None:
     x, r, w, b = leaves((2, 8), torch.float32, grad=False)
-    short = _torch_residual.short_add_layer_norm
-    assert short(x, r, (8,), w, b, 1e-5, 0.0, False, False) is not None
-    assert short(x, r, [8], None, None, 1, 0.5, True, True)[1].shape == (2, 8)
-    assert short(x, r.requires_grad_(), (8,), w, b, 1e-5, 0.5, True, False).requires_grad
+    short = _native.short_add_layer_norm
+    assert short(x, r, (8,), w, b, 1e-5, 0.0, False, False, None) is not None
+    assert short(x, r, [8], None, None, 1, 0.5, True, True, "relu")[1].shape == (2, 8)
+    assert short(x, r.requires_grad_(), (8,), w, b, 1e-5, 0.5, True, False, "gelu").requires_grad
     assert (
-        _torch_residual.short_add_rms_norm(x, r, (8,), w, None, 0.0, "once", 0.0, False, False)
+        _native.short_add_rms_norm(x, r, (8,), w, None, 0.0, "once", 0.0, False, False, None)
         is not None
     )
 
@@ -803,7 +811,7 @@ def test_the_short_way_leaves_the_unusual_alone(which: int, spoil: Callable[[T],
     given[which] = spoil(given[which])
     x, r, w, b = given
     before = torch.get_rng_state()
-    assert _torch_residual.short_add_layer_norm(x, r, (8,), w, b, 1e-5, 0.5, True, True) is None
+    assert _native.short_add_layer_norm(x, r, (8,), w, b, 1e-5, 0.5, True, True, None) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 

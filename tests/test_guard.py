@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axisnorm
-from axisnorm import _build, _route, _torch, _torch_ops, _torch_residual
+from axisnorm import _build, _native, _route, _torch
 from axisnorm.scheme import ArgumentError
 
 Door = Callable[..., torch.Tensor]
@@ -55,6 +55,10 @@ DOORS: dict[str, Door] = {
 WITHOUT_GRADIENT: dict[str, Door] = {
     **DOORS,
     "normalize": lambda x, w, b: axisnorm.normalize(x, "n (g=2 [c]) [l]; affine=g c", w, b),
+    "layer_norm into out": lambda x, w, b: axisnorm.layer_norm(
+        x, (4,), w, b, out=torch.empty_like(x)
+    ),
+    "group_norm into out": lambda x, w, b: axisnorm.group_norm(x, 2, w, b, out=torch.empty_like(x)),
 }
 FUNCTIONS = {getattr(axisnorm, name.split()[0]) for name in DOORS} | {axisnorm.normalize}
 Doors = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
@@ -245,7 +249,7 @@ def test_compilers() -> None:
     def right() -> bool:
         torch.compiler._is_compiling_flag = True
         try:
-            return _torch.short_layer_norm(x, (4,), w, b, 1e-5, None) is None
+            return _native.short_layer_norm(x, (4,), w, b, 1e-5, None) is None
         finally:
             torch.compiler._is_compiling_flag = False
 
@@ -285,36 +289,56 @@ SPOILED: dict[str, Callable[[T], Any]] = {
 }
 
 SHORT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = {
-    "layer_norm": (_torch.short_layer_norm, (0, (4,), 1, 2, 1e-5, None), (0, 2, 3)),
-    "rms_norm": (_torch.short_rms_norm, (0, (4,), 1, 1e-5, 0.0, "once", None), (0, 2)),
+    "layer_norm": (_native.short_layer_norm, (0, (4,), 1, 2, 1e-5, None), (0, 2, 3)),
+    "rms_norm": (_native.short_rms_norm, (0, (4,), 1, 1e-5, 0.0, "once", None), (0, 2)),
     "group_norm": (
-        _torch.short_channel_norm,
+        _native.short_channel_norm,
         (0, 1, 2, _route.GROUP, 2, 1e-5, None, None, True, 0.1, None),
         (0, 1, 2),
     ),
     "batch_norm": (
-        _torch.short_channel_norm,
+        _native.short_channel_norm,
         (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, True, 0.1, None),
         (0, 1, 2, 6, 7),
     ),
     "batch_norm in evaluation": (
-        _torch.short_channel_norm,
+        _native.short_channel_norm,
         (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, False, 0.1, None),
         (0, 1, 2, 6, 7),
     ),
     "normalize": (
-        _torch_ops.short_normalize,
+        _native.short_normalize,
         (0, "n (g=2 [c]) [l]; affine=g c", 1, 2, None, None, None),
         (0, 2, 3),
     ),
     "normalize by running statistics": (
-        _torch_ops.short_normalize,
+        _native.short_normalize,
         (0, "[n] c [l]; affine=c; statistics=running", 1, 2, 3, 4, None),
         (0, 2, 3, 4, 5),
     ),
+    "layer_norm into out": (
+        _native.short_layer_norm,
+        (0, (4,), 1, 2, 1e-5, None, 5),
+        (0, 2, 3, 6),
+    ),
+    "rms_norm into out": (
+        _native.short_rms_norm,
+        (0, (4,), 1, 1e-5, 0.0, "once", None, 5),
+        (0, 2, 7),
+    ),
+    "batch_norm into out": (
+        _native.short_channel_norm,
+        (0, 1, 2, _route.BATCH, None, 1e-5, 3, 4, True, 0.1, None, 5),
+        (0, 1, 2, 6, 7, 11),
+    ),
+    "normalize into out": (
+        _native.short_normalize,
+        (0, "n (g=2 [c]) [l]; affine=g c", 1, 2, None, None, None, 5),
+        (0, 2, 3, 7),
+    ),
     "add_layer_norm": (
-        _torch_residual.short_add_layer_norm,
-        (0, 0, (4,), 1, 2, 1e-5, 0.0, False, False),
+        _native.short_add_layer_norm,
+        (0, 0, (4,), 1, 2, 1e-5, 0.0, False, False, None),
         (0, 1, 3, 4),
     ),
 }
@@ -325,7 +349,7 @@ SHORT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]] = 
 @pytest.mark.parametrize("name", SHORT)
 def test_not_plain_memory(name: str, spoil: Callable[[T], Any]) -> None:
     function, arguments, places = SHORT[name]
-    tensors = [*given(), torch.zeros(4), torch.ones(4)]
+    tensors = [*given(), torch.zeros(4), torch.ones(4), torch.zeros(SHAPE)]
     plain = [tensors[a] if type(a) is int and i in places else a for i, a in enumerate(arguments)]
     assert function(*plain) is not None
     before = [t.clone() for t in tensors]
@@ -341,9 +365,22 @@ def test_gradients_go_the_long_way() -> None:
     tensors = [*given(), torch.zeros(4), torch.ones(4)]
     for i in range(5):
         x, w, b, mean, var = (t.clone().requires_grad_(i == j) for j, t in enumerate(tensors))
-        assert _torch_ops.short_normalize(x, text, w, b, mean, var, None) is None
+        assert _native.short_normalize(x, text, w, b, mean, var, None) is None
         with torch.no_grad():
-            assert _torch_ops.short_normalize(x, text, w, b, mean, var, None) is not None
+            assert _native.short_normalize(x, text, w, b, mean, var, None) is not None
+
+
+@pytest.mark.parametrize("name", [name for name in SHORT if name.endswith("into out")])
+def test_gradients_have_no_way_into_out(name: str) -> None:
+    function, arguments, places = SHORT[name]
+    tensors = [*given(), torch.zeros(4), torch.ones(4), torch.zeros(SHAPE)]
+    plain = [tensors[a] if type(a) is int and i in places else a for i, a in enumerate(arguments)]
+    for place in places:
+        spoiled = list(plain)
+        spoiled[place] = plain[place].clone().requires_grad_()
+        assert function(*spoiled) is None
+        with torch.no_grad():
+            assert function(*spoiled) is spoiled[-1]
 
 
 def test_the_short_way_of_normalize_refuses_as_the_long_way() -> None:

@@ -173,6 +173,44 @@ print(axisnorm._route.choose(axisnorm.Scheme.layer_norm(), (3, 8)).reason)
     assert run(code) == "this installation has no native module"
 
 
+def test_arrays_go_the_short_way_whatever_torch_is_there() -> None:
+    """An older torch has no short way for its tensors, and its compilers look into no C function."""
+    code = """
+import numpy, axisnorm
+from axisnorm import _numpy
+def long_way(*_):
+    raise AssertionError
+x = numpy.ones((3, 8), numpy.float32)
+wanted = axisnorm.layer_norm(x, 8)
+_numpy.normalize = long_way
+assert numpy.array_equal(axisnorm.layer_norm(x, 8), wanted)
+import torch
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    del torch.Tensor.__dlpack_c_exchange_api__
+t = torch.randn(3, 8)
+y = axisnorm.layer_norm(t, (8,))
+from axisnorm import _torch
+assert not _torch.is_connected
+assert numpy.array_equal(axisnorm.layer_norm(x, 8), wanted)
+compiled = torch.compile(lambda t: axisnorm.layer_norm(t, (8,)), fullgraph=True, backend="eager")
+print(torch.equal(compiled(t), y), torch.equal(axisnorm.layer_norm(t, (8,), out=t), y))
+"""
+    assert run(code) == "True True"
+
+
+def test_a_torch_that_comes_later_compiles_the_first_call() -> None:
+    code = """
+import numpy, axisnorm
+axisnorm.layer_norm(numpy.ones((3, 8)), 8)
+import torch
+x = torch.randn(3, 8)
+compiled = torch.compile(lambda x: axisnorm.layer_norm(x, (8,)), fullgraph=True, backend="eager")
+y = compiled(x)
+print(torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6))
+"""
+    assert run(code) == "True"
+
+
 def test_public_names_exist() -> None:
     for name in axisnorm.__all__:
         assert getattr(axisnorm, name) is not None

@@ -17,8 +17,11 @@ from cases import (
     Case,
     assert_close,
     assert_gradient_close,
+    epsilon,
+    from_numpy,
     layouts,
     parameters,
+    to_numpy,
     values,
 )
 from conftest import needs_short_way
@@ -27,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axisnorm
-from axisnorm import Scheme, _torch, _torch_ops, reference
+from axisnorm import Scheme, _native, _route, _torch_ops, reference
 from axisnorm.reference import ACTIVATIONS
 
 Doors = pytest.mark.parametrize(
@@ -47,10 +50,11 @@ Door = Callable[..., torch.Tensor]
 @needs_short_way
 def test_the_short_way_is_taken() -> None:
     x, w, b = values((2, 8)), values((8,)), values((8,))
-    assert _torch.short_layer_norm(x, (8,), w, b, 1e-5, None) is not None
-    assert _torch.short_layer_norm(x, [8], None, torch.nn.Parameter(b), 1, "relu") is not None
-    assert _torch.short_layer_norm(x.requires_grad_(), (8,), w, b, 1e-5, None).requires_grad
-    assert _torch.short_rms_norm(x, (8,), w, None, 0.0, "once", None) is not None
+    assert _native.short_layer_norm(x, (8,), w, b, 1e-5, None) is not None
+    assert _native.short_layer_norm(x, 8, w, b, 1e-5, None) is not None
+    assert _native.short_layer_norm(x, [8], None, torch.nn.Parameter(b), 1, "relu") is not None
+    assert _native.short_layer_norm(x.requires_grad_(), (8,), w, b, 1e-5, None).requires_grad
+    assert _native.short_rms_norm(x, (8,), w, None, 0.0, "once", None) is not None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,8 @@ def test_the_short_way_is_taken() -> None:
         (values((8, 2)).T, (8,), None, None, 1e-5),
         (values((2, 8)), (7,), None, None, 1e-5),
         (values((2, 8)), (), None, None, 1e-5),
-        (values((2, 8)), 8, None, None, 1e-5),
+        (values((2, 8)), 9, None, None, 1e-5),
+        (values((2, 8)), True, None, None, 1e-5),
         (values((2, 8)), (1, 2, 8), None, None, 1e-5),
         (values((2, 8)), (8,), values((1, 8)), None, 1e-5),
         (values((2, 8)), (8,), None, values((2,)), 1e-5),
@@ -74,7 +79,7 @@ def test_the_short_way_is_taken() -> None:
     ],
 )
 def test_the_short_way_leaves_the_unusual_alone(arguments: tuple[Any, ...]) -> None:
-    assert _torch.short_layer_norm(*arguments, None) is None
+    assert _native.short_layer_norm(*arguments, None) is None
 
 
 # --- One test for each line of the guard: without it the result is silently wrong.
@@ -588,11 +593,11 @@ def test_operators_refuse_what_does_not_fit() -> None:
 def test_what_operators_know_of_shapes_does_not_grow_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_torch_ops, "MOST_PREPARED", 5)
-    _torch_ops._prepared.clear()
+    monkeypatch.setattr(_route, "MOST_PREPARED", 5)
+    _route.prepared.clear()
     for rows in range(1, 12):
         torch.ops.axisnorm.norm_fwd(values((rows, 8)), None, None, None, "... [d]")
-    assert 0 < len(_torch_ops._prepared) <= 5
+    assert 0 < len(_route.prepared) <= 5
 
 
 @pytest.mark.parametrize("case", SCHEMES[::4], ids=str)
@@ -759,6 +764,69 @@ def test_out_variants() -> None:
             axisnorm.layer_norm(x, 8, w, out=bad)
     with pytest.raises(axisnorm.ArgumentError, match="no gradient"):
         axisnorm.layer_norm(x, 8, w.requires_grad_(), out=out)
+
+
+INTO: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "layer_norm": lambda x, w, out: axisnorm.layer_norm(x, x.shape[-2:], out=out),
+    "rms_norm": lambda x, w, out: axisnorm.rms_norm(x, x.shape[-1:], out=out),
+    "group_norm": lambda x, w, out: axisnorm.group_norm(x, 2, w, out=out),
+    "layer_norm_2d": lambda x, w, out: axisnorm.layer_norm_2d(x, w, out=out, activation="silu"),
+    "batch_norm": lambda x, w, out: axisnorm.batch_norm(x, w + 0, w + 1, w, training=True, out=out),
+    "normalize": lambda x, w, out: axisnorm.normalize(x, "n [c] [...]", out=out),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("name", INTO)
+def test_out_in_every_layout(name: str, kind: str, dtype: torch.dtype) -> None:
+    """Into memory of its own, into x's, and into such that overlaps x by a few elements."""
+
+    def call(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        weight = torch.ones(4, dtype=dtype)
+        if kind == "torch":
+            return INTO[name](x, weight, out)
+        target = None if out is None else to_numpy(out)
+        y = INTO[name](to_numpy(x), to_numpy(weight), target)
+        assert out is None or y is target
+        return from_numpy(y) if out is None else out
+
+    values_of_x = values((3, 4, 5, 6), dtype)
+    for label, x in layouts(values_of_x):
+        wanted = call(x.clone(memory_format=torch.preserve_format), None)
+        for other, out in layouts(torch.empty_like(values_of_x)):
+            found = call(x, out)
+            assert found is out
+            # Another order in memory may sum in another order.
+            tolerance = {"rtol": 8 * epsilon(dtype), "atol": 8 * epsilon(dtype)}
+            assert torch.allclose(found, wanted, **tolerance), (label, other)
+            assert torch.equal(x, values_of_x)
+        x = x.clone(memory_format=torch.preserve_format)
+        assert call(x, x) is x and torch.allclose(x, wanted, **tolerance)
+    for before, behind in ((0, 7), (7, 0)):
+        memory = torch.empty(values_of_x.numel() + 7, dtype=dtype)
+        x, out = (
+            memory[start:][: values_of_x.numel()].view(3, 4, 5, 6) for start in (before, behind)
+        )
+        assert torch.equal(call(x.copy_(values_of_x), out), call(values_of_x, None))
+
+
+@needs_short_way
+def test_the_short_way_writes_into_out() -> None:
+    x, w, out = values((2, 8)), values((8,)), torch.empty(2, 8)
+    for target in (out, x):
+        versions = target._version
+        assert _native.short_layer_norm(x, 8, w, None, 1e-5, None, target) is target
+        assert target._version > versions
+    arrays = x.numpy(), w.numpy(), out.numpy()
+    assert (
+        _native.short_layer_norm(arrays[0], 8, arrays[1], None, 1e-5, None, arrays[2]) is arrays[2]
+    )
+    with torch.inference_mode():
+        made = torch.empty(2, 8)
+        assert _native.short_layer_norm(x, 8, w, None, 1e-5, None, made) is made
+    arrays[2].flags.writeable = False
+    assert _native.short_layer_norm(arrays[0], 8, None, None, 1e-5, None, arrays[2]) is None
 
 
 # --- Regressions, named after what went wrong

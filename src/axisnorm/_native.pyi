@@ -111,11 +111,20 @@ def add_backward(
     weight_offset: float,
 ) -> None: ...
 
-# torch tensors; None where anything is unusual
+# NumPy arrays and torch tensors; None where anything is unusual
+def connect_arrays(functions: Any, given: dict[str, Any], /) -> bool: ...
+def connect_schemes(given: dict[str, Any], /) -> None: ...
 def connect(table: Any, watch: dict[str, Any], /) -> bool: ...
 def connect_nodes(given: dict[str, Any], /) -> None: ...
 def short_layer_norm(
-    x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any, /
+    x: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any,
+    out: Any = None,
+    /,
 ) -> Any: ...
 def short_rms_norm(
     x: Any,
@@ -125,6 +134,7 @@ def short_rms_norm(
     weight_offset: Any,
     rounding: Any,
     activation: Any,
+    out: Any = None,
     /,
 ) -> Any: ...
 def short_channel_norm(
@@ -139,6 +149,7 @@ def short_channel_norm(
     batch: Any,
     momentum: Any,
     activation: Any,
+    out: Any = None,
     /,
 ) -> Any: ...
 def short_normalize(
@@ -149,6 +160,7 @@ def short_normalize(
     running_mean: Any,
     running_var: Any,
     activation: Any,
+    out: Any = None,
     /,
 ) -> Any: ...
 def node_forward(ctx: Any, x: Any, weight: Any, bias: Any, found: Any, /) -> Any: ...
@@ -165,6 +177,7 @@ def short_add_layer_norm(
     dropout_p: Any,
     training: Any,
     prenorm: Any,
+    activation: Any,
     /,
 ) -> Any: ...
 def short_add_rms_norm(
@@ -178,6 +191,7 @@ def short_add_rms_norm(
     dropout_p: Any,
     training: Any,
     prenorm: Any,
+    activation: Any,
     /,
 ) -> Any: ...
 def add_node_forward(

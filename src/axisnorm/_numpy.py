@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from . import _build, _route, reference
+from ._memory import LEAST
 from ._numpy_memory import empty_cache, empty_like
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
@@ -17,12 +19,130 @@ __all__ = [
     "empty_cache",
     "is_tracing",
     "normalize",
+    "short_add_layer_norm",
+    "short_add_rms_norm",
+    "short_channel_norm",
+    "short_layer_norm",
+    "short_normalize",
+    "short_rms_norm",
     "statistics",
 ]
 
 Array = Any  # numpy.ndarray of a type that may be ml_dtypes.bfloat16
 
 _native = _build.native
+
+
+# --------------------------------------------------------------------------------------------
+# The short way of plain arrays, in csrc/torch_door.cpp and csrc/torch_ops.cpp: what it is not sure
+# of, it leaves to the long way by returning None. Before torch is seen, and with one that is too
+# old for a short way of its own, the doors call these functions, which torch's compilers look into.
+# All arguments are named: to pass on a tuple of them costs a third of a small norm.
+
+
+def short_layer_norm(
+    x: Any, shape: Any, weight: Any, bias: Any, eps: Any, activation: Any, out: Any
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_layer_norm(x, shape, weight, bias, eps, activation, out)
+    return None
+
+
+def short_rms_norm(
+    x: Any, shape: Any, weight: Any, eps: Any, offset: Any, rounding: Any, activation: Any, out: Any
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_rms_norm(x, shape, weight, eps, offset, rounding, activation, out)
+    return None
+
+
+def short_channel_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    kind: Any,
+    groups: Any,
+    eps: Any,
+    mean: Any,
+    var: Any,
+    batch: Any,
+    momentum: Any,
+    activation: Any,
+    out: Any,
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_channel_norm(
+            x, weight, bias, kind, groups, eps, mean, var, batch, momentum, activation, out
+        )
+    return None
+
+
+def short_normalize(
+    x: Any, scheme: Any, weight: Any, bias: Any, mean: Any, var: Any, activation: Any, out: Any
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_normalize(x, scheme, weight, bias, mean, var, activation, out)
+    return None
+
+
+def short_add_layer_norm(
+    x: Any,
+    residual: Any,
+    shape: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    p: Any,
+    training: Any,
+    prenorm: Any,
+    activation: Any,
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_add_layer_norm(
+            x, residual, shape, weight, bias, eps, p, training, prenorm, activation
+        )
+    return None
+
+
+def short_add_rms_norm(
+    x: Any,
+    residual: Any,
+    shape: Any,
+    weight: Any,
+    eps: Any,
+    offset: Any,
+    rounding: Any,
+    p: Any,
+    training: Any,
+    prenorm: Any,
+    activation: Any,
+) -> Any:
+    if _native and type(x) is np.ndarray:
+        return _native.short_add_rms_norm(
+            x, residual, shape, weight, eps, offset, rounding, p, training, prenorm, activation
+        )
+    return None
+
+
+def _dtype_code(dtype: Any) -> int:
+    """As csrc/norm.h counts the types; -1 for one that has no kernel as it is."""
+    known = dtype.isnative and dtype.name in _route.DTYPES
+    return _route.DTYPES.index(dtype.name) if known else -1
+
+
+def _functions() -> Any:
+    """NumPy's table of C functions, which stands elsewhere before version 2."""
+    try:
+        module = import_module("numpy._core._multiarray_umath")
+    except ModuleNotFoundError:
+        module = import_module("numpy.core._multiarray_umath")
+    return module._ARRAY_API
+
+
+if _native:
+    _native.connect_arrays(
+        _functions(), {"empty_like": empty_like, "large": LEAST, "dtype": _dtype_code}
+    )
 
 
 def is_tracing() -> bool:
@@ -263,6 +383,7 @@ def add_normalize(
     bias: Array | None,
     scheme: str,
     prenorm: bool,
+    activation: str | None,
 ) -> tuple[Array, Array | None]:
     """y = norm(h) and h = residual + x (None where neither ``prenorm`` nor the engine asks for it).
 
@@ -274,7 +395,7 @@ def add_normalize(
     fused = plain and residual.dtype == x.dtype
     if not fused or not _is_native(inputs, sizes):
         h = residual + x
-        return normalize(inputs._replace(x=h), meaning), h
+        return normalize(inputs._replace(x=h), meaning, activation=activation), h
     axes = len(sizes.layout.reduced)
     x, x_stride = _rows(inputs.x, axes)
     residual, residual_stride = _rows(np.asarray(residual), axes)
@@ -305,7 +426,7 @@ def add_normalize(
         meaning.rounding == "before_affine",
         reference.resolve_eps(meaning, x.dtype),
         meaning.weight_offset,
-        _route.activation_code(None),
+        _route.activation_code(activation),
     )
     return y, h
 

@@ -10,10 +10,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from . import _build
 from .reference import ACTIVATIONS
-from .scheme import Scheme, Sizes
+from .scheme import Scheme, Sizes, as_scheme
 
 __all__ = [
     "DTYPES",
@@ -23,6 +24,8 @@ __all__ = [
     "channels",
     "choose",
     "overlaps_itself",
+    "prepare",
+    "prepared",
     "route",
     "row_stride",
 ]
@@ -142,6 +145,42 @@ def channels(sizes: Sizes) -> tuple[int, int, int] | None:
     count = math.prod(sizes.expanded[i] for i in inside)
     after = math.prod(sizes.expanded[i] for i in kept if inside and i > inside[-1])
     return count, sizes.num_groups // count, after
+
+
+Prepared = tuple[Any, ...]
+prepared: dict[tuple[str, tuple[int, ...], bool], Prepared | None] = {}
+MOST_PREPARED = 4096
+
+
+def prepare(scheme: str, shape: tuple[int, ...], affine: bool) -> Prepared | None:
+    """What csrc/torch_ops.cpp needs to know of a scheme and a shape; None: no kernel."""
+    meaning = as_scheme(scheme)
+    sizes = meaning.layout(len(shape)).sizes(shape)
+    found: Prepared | None = None
+    if route(sizes, "float32", affine).engine == "native":
+        found = (
+            axes(sizes, affine),
+            sizes.num_groups,
+            meaning.center,
+            meaning.rounding == "before_affine",
+            meaning.eps,
+            meaning.correction,
+            meaning.weight_offset,
+            meaning.statistics == "running",
+            sizes.affine_shape,
+            sizes.running_shape,
+            channels(sizes),
+            meaning.momentum,
+            meaning.running_correction,
+        )
+    if len(prepared) >= MOST_PREPARED:
+        prepared.clear()
+    prepared[scheme, shape, affine] = found
+    return found
+
+
+if _build.native:
+    _build.native.connect_schemes({"prepared": prepared, "prepare": prepare})
 
 
 def activation_code(name: str | None) -> int:

@@ -7,7 +7,7 @@ compilers and tensor subclasses see ``torch.ops.axisnorm``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,10 @@ __all__ = [
     "exported",
     "handle_torch_function",
     "has_torch_function",
+    "is_connected",
     "is_foreign",
     "is_tracing",
     "normalize",
-    "short_channel_norm",
-    "short_layer_norm",
-    "short_rms_norm",
     "split",
     "statistics",
 ]
@@ -119,7 +117,39 @@ class _ShortNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if _is_compiling():  # compiled autograd
+            return _traced_backward(ctx, grad)
         return _native.node_backward(ctx, grad)
+
+
+def _traced_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by operators. What is kept of the statistics is no tensor: measured again."""
+    kept, saved = ctx.kept, ctx.saved_tensors
+    activation = kept[-1]
+    x, weight, bias = saved[0], saved[1], kept[1] if activation is None else saved[2]
+    constants = kept[2:-1]
+    running = (None, None)
+    if constants[-1] is True and len(constants) == 4:
+        # A slice, since a constant that nothing was done with is not seen as one yet.
+        running = _constant_running(kept[0][:])
+    text = str(_scheme_of(constants))
+    inputs = (x, weight, bias, None, *running)
+    ops = torch.ops.axisnorm
+    stats = ops.norm_fwd(x, weight, bias, None, text, *running)[1]
+    if activation is not None:
+        grad = ops.norm_behind(grad, *inputs, stats, text, activation)
+    found = ops.norm_bwd(grad, *inputs, stats, text)
+    return (*(g if n else None for g, n in zip(found, ctx.needs_input_grad, strict=False)), None)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_running(kept: bytes) -> tuple[Tensor, Tensor]:
+    return _running_of(kept)
+
+
+def _running_of(kept: bytes) -> tuple[Tensor, Tensor]:
+    mean, var = torch.frombuffer(bytearray(kept), dtype=torch.float64).view(2, -1)
+    return mean, var
 
 
 def _long_backward(
@@ -132,12 +162,31 @@ def _long_backward(
     # The bias is saved where there is an activation.
     inputs = Inputs(x, saved[1], saved[2] if activation else bias)
     needs = ctx.needs_input_grad
-    if not isinstance(constants[0], tuple):
-        found = _channel_gradients(grad, inputs, kept, constants, needs, activation)
-        return (*found, None)
-    scheme = _scheme_of_rows(*constants)
-    stats = torch.frombuffer(bytearray(kept), dtype=_compute_type(x)).view(3, -1)
+    scheme = _scheme_of(constants)
+    if scheme.statistics == "running":
+        mean, var = _running_of(kept)
+        inputs = inputs._replace(running_mean=mean, running_var=var)
+        stats = mean.new_empty((3, _sizes(inputs.x, scheme).num_groups))  # not read
+    else:
+        stats = torch.frombuffer(bytearray(kept), dtype=_compute_type(x)).view(3, -1)
     return (*_gradients(grad, inputs, stats, scheme, needs, activation), None)
+
+
+def _scheme_of(constants: Sequence[Any]) -> Scheme:
+    """Of what a node keeps: the norm's sizes or its kind, and the rest of its constants."""
+    if isinstance(constants[0], tuple):
+        return _scheme_of_rows(*constants)
+    kind, groups, eps, given = constants
+    scheme = (
+        Scheme.group_norm(groups, eps=eps)
+        if kind == _route.GROUP
+        else {
+            _route.INSTANCE: Scheme.instance_norm,
+            _route.BATCH: Scheme.batch_norm,
+            _route.LAYER_2D: Scheme.layer_norm_2d,
+        }[kind](eps=eps)
+    )
+    return scheme.replace(statistics="running") if given else scheme
 
 
 def _scheme_of_rows(
@@ -152,36 +201,6 @@ def _scheme_of_rows(
     )
 
 
-def _channel_gradients(
-    grad: Tensor,
-    inputs: Inputs,
-    kept: bytes,
-    constants: Sequence[Any],
-    needs: Sequence[bool],
-    activation: str | None,
-) -> tuple[Tensor | None, ...]:
-    kind, groups, eps, given = constants
-    scheme = (
-        Scheme.group_norm(groups, eps=eps)
-        if kind == _route.GROUP
-        else {
-            _route.INSTANCE: Scheme.instance_norm,
-            _route.BATCH: Scheme.batch_norm,
-            _route.LAYER_2D: Scheme.layer_norm_2d,
-        }[kind](eps=eps)
-    )
-    values = torch.frombuffer(
-        bytearray(kept), dtype=torch.float64 if given else _compute_type(inputs.x)
-    )
-    if not given:
-        return _gradients(grad, inputs, values.view(3, -1), scheme, needs, activation)
-    scheme = scheme.replace(statistics="running")
-    mean, var = values.view(2, -1)
-    inputs = inputs._replace(running_mean=mean, running_var=var)
-    stats = values.new_empty((3, _sizes(inputs.x, scheme).num_groups))  # not read
-    return _gradients(grad, inputs, stats, scheme, needs, activation)
-
-
 # What the native module asks, calls and compares types with. Whoever may be watching is asked by a
 # function without arguments that returns a number or a bool, or by a module's variable.
 _CONNECTED: dict[str, Any] = {
@@ -192,37 +211,32 @@ _CONNECTED: dict[str, Any] = {
     "large": _torch_memory.LEAST,
     "empty_strided": _torch_memory.empty_strided,
     "dtypes": tuple(_CODES),
+    "increment_version": increment_version,
     "dispatch_modes": _dispatch_modes,
     "function_mode": _C._is_torch_function_mode_enabled,
     "transforms": _transforms,
     "tracing": _tracing,
     "grad_enabled": _grad_enabled,
+    "model": torch.empty(0, device="cpu"),
     "is_neg": Tensor.is_neg,
     "is_inference": Tensor.is_inference,
     "compiler": vars(torch.compiler),
     "forward_ad": vars(forward_ad),
 }
-_is_connected = bool(
+is_connected = bool(
     _native
     and hasattr(Tensor, "__dlpack_c_exchange_api__")
     and _native.connect(Tensor.__dlpack_c_exchange_api__, _CONNECTED)
 )
 
-short_layer_norm: Callable[..., Any] = _nothing
-short_rms_norm: Callable[..., Any] = _nothing
-short_channel_norm: Callable[..., Any] = _nothing
-if _is_connected:
+if is_connected:
     _native.connect_nodes(
         {
             # Function.apply looks for torch.func transforms, which the guard has done.
             "apply_node": super(Function, _ShortNorm).apply,
             "long_backward": _long_backward,
-            "increment_version": increment_version,
         }
     )
-    short_layer_norm = _native.short_layer_norm
-    short_rms_norm = _native.short_rms_norm
-    short_channel_norm = _native.short_channel_norm
     if hasattr(_ShortNorm, "_backward_cls"):
         _native.quicken(_ShortNorm._backward_cls)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _route, _torch, _torch_ops, _torch_residual
+from . import _route, _torch, _torch_ops
 from .reference import ACTIVATIONS
 from .scheme import trailing_names
 
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 
 
 def _seen() -> Seen:
-    ops = torch.ops.axisnorm
+    ops = _torch_ops.ops
     norm, train, add = (op.default for op in (ops.norm_fwd, ops.norm_train_fwd, ops.add_norm_fwd))
     trailing, channel_axes, activations = _TRAILING, _CHANNELS, ACTIVATIONS
     group, batch_norm = _route.GROUP, _route.BATCH
@@ -59,10 +59,16 @@ def _seen() -> Seen:
     real, whole, sequence = float, int, tuple
 
     def layer_norm(
-        x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, activation: Any
+        x: Any,
+        normalized_shape: Any,
+        weight: Any,
+        bias: Any,
+        eps: Any,
+        activation: Any,
+        out: Any = None,
     ) -> Tensor | None:
         """What ``short_layer_norm`` is."""
-        if not is_known(activation) or not is_usual(x, weight, bias, eps):
+        if out is not None or not is_known(activation) or not is_usual(x, weight, bias, eps):
             return None
         axes = trailing_axes(x, normalized_shape)
         if axes is None:
@@ -77,9 +83,10 @@ def _seen() -> Seen:
         weight_offset: Any,
         rounding: Any,
         activation: Any,
+        out: Any = None,
     ) -> Tensor | None:
         """What ``short_rms_norm`` is."""
-        if not is_known(activation):
+        if out is not None or not is_known(activation):
             return None
         text = rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
         return None if text is None else activated_norm(x, weight, None, text, activation)
@@ -108,16 +115,18 @@ def _seen() -> Seen:
         dropout_p: Any,
         training: Any,
         prenorm: Any,
+        activation: Any,
     ) -> Any:
         """What ``short_add_layer_norm`` is, where nothing is dropped."""
-        if training and dropout_p:
+        if (training and dropout_p) or not is_known(activation):
             return None
         if not is_usual(x, weight, bias, eps) or not is_like(residual, x):
             return None
         axes = trailing_axes(x, normalized_shape)
         if axes is None:
             return None
-        return norm_of_sum(x, residual, weight, bias, f"{axes}eps={real(eps)!r}", prenorm)
+        text = f"{axes}eps={real(eps)!r}"
+        return norm_of_sum(x, residual, weight, bias, text, prenorm, activation)
 
     def add_rms_norm(
         x: Any,
@@ -130,14 +139,15 @@ def _seen() -> Seen:
         dropout_p: Any,
         training: Any,
         prenorm: Any,
+        activation: Any,
     ) -> Any:
         """What ``short_add_rms_norm`` is, where nothing is dropped."""
-        if training and dropout_p:
+        if (training and dropout_p) or not is_known(activation):
             return None
         text = rms_text(x, normalized_shape, weight, eps, weight_offset, rounding)
         if text is None or not is_like(residual, x):
             return None
-        return norm_of_sum(x, residual, weight, None, text, prenorm)
+        return norm_of_sum(x, residual, weight, None, text, prenorm, activation)
 
     def channel_norm(
         x: Any,
@@ -151,9 +161,12 @@ def _seen() -> Seen:
         batch: Any,
         momentum: Any,
         activation: Any,
+        out: Any = None,
     ) -> Tensor | None:
         """What ``short_channel_norm`` is."""
-        if not is_known(activation) or not is_usual(x, weight, bias, eps) or x.dim() < 2:
+        if out is not None or not is_known(activation):
+            return None
+        if not is_usual(x, weight, bias, eps) or x.dim() < 2:
             return None
         if kind == group:
             if not is_instance(groups, whole) or groups < 1:
@@ -226,9 +239,17 @@ def _seen() -> Seen:
         )
 
     def norm_of_sum(
-        x: Tensor, residual: Tensor, weight: Any, bias: Any, text: str, prenorm: Any
+        x: Tensor,
+        residual: Tensor,
+        weight: Any,
+        bias: Any,
+        text: str,
+        prenorm: Any,
+        activation: Any,
     ) -> Any:
-        y, h, _ = add(x, residual, weight, bias, None, 0.0, text)
+        fused, behind = (None, None) if activation is None else split(activation)
+        y, h, _ = add(x, residual, weight, bias, None, 0.0, text, fused)
+        y = y if behind is None else activate(y, behind)
         return (y, h) if prenorm else y
 
     def trailing_axes(x: Tensor, shape: Any) -> str | None:
@@ -244,16 +265,13 @@ def _seen() -> Seen:
     return Seen(layer_norm, rms_norm, channel_norm, add_layer_norm, add_rms_norm)
 
 
-def substitute(short: Callable[..., Any], seen: Callable[..., Any]) -> None:
-    """Have compilers see ``seen`` where ``short`` is called."""
-    if _torch._is_connected:
-        torch.compiler.substitute_in_graph(short, skip_signature_check=True)(seen)
+def substitute(short: str, seen: Callable[..., Any]) -> None:
+    """Have compilers see ``seen`` where the native module's ``short`` is called."""
+    if _torch.is_connected:
+        short_way = getattr(_torch._native, short)
+        torch.compiler.substitute_in_graph(short_way, skip_signature_check=True)(seen)
 
 
-_functions = _seen()
-substitute(_torch.short_layer_norm, _functions.layer_norm)
-substitute(_torch.short_rms_norm, _functions.rms_norm)
-substitute(_torch.short_channel_norm, _functions.channel_norm)
-substitute(_torch_residual.short_add_layer_norm, _functions.add_layer_norm)
-substitute(_torch_residual.short_add_rms_norm, _functions.add_rms_norm)
-substitute(_torch_ops.short_normalize, _torch._nothing)
+for _name, _function in _seen()._asdict().items():
+    substitute(f"short_{_name}", _function)
+substitute("short_normalize", _torch._nothing)

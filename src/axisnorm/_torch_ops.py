@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import _route, _torch, reference
+from . import _torch, reference
 from .reference import Inputs, checked_activation
 from .scheme import as_scheme
 
@@ -24,8 +24,8 @@ __all__ = [
     "Rules",
     "behind_by_reference",
     "into",
+    "ops",
     "register",
-    "short_normalize",
     "tell_inductor",
 ]
 
@@ -60,6 +60,7 @@ for _schema in (
     "channel_scale_into(Tensor? weight, Tensor var, float eps, Tensor(a!) scale) -> ()",
 ):
     _library.define(_schema, tags=TAGS)
+ops = torch.ops.axisnorm
 
 
 def _op_forward(
@@ -81,7 +82,7 @@ def _op_forward(
     return y, stats
 
 
-_is_inductor_told = not _torch._is_connected
+_is_inductor_told = not _torch.is_connected
 
 
 def tell_inductor() -> None:
@@ -418,38 +419,6 @@ def _autograd_kernel(name: str, rules: Rules, gradients: Callable[..., Any]) -> 
     return kernel
 
 
-_Prepared = tuple[Any, ...]
-_prepared: dict[tuple[str, tuple[int, ...], bool], _Prepared | None] = {}
-MOST_PREPARED = 4096
-
-
-def _prepare(scheme: str, shape: tuple[int, ...], affine: bool) -> _Prepared | None:
-    """What csrc/torch_ops.cpp needs to know of a scheme and a shape; None: no kernel."""
-    meaning = as_scheme(scheme)
-    sizes = meaning.layout(len(shape)).sizes(shape)
-    found: _Prepared | None = None
-    if _route.route(sizes, "float32", affine).engine == "native":
-        found = (
-            _route.axes(sizes, affine),
-            sizes.num_groups,
-            meaning.center,
-            meaning.rounding == "before_affine",
-            meaning.eps,
-            meaning.correction,
-            meaning.weight_offset,
-            meaning.statistics == "running",
-            sizes.affine_shape,
-            sizes.running_shape,
-            _route.channels(sizes),
-            meaning.momentum,
-            meaning.running_correction,
-        )
-    if len(_prepared) >= MOST_PREPARED:
-        _prepared.clear()
-    _prepared[scheme, shape, affine] = found
-    return found
-
-
 def _new_stats(x: Tensor, groups: int) -> Tensor:
     return x.new_empty((3, groups), dtype=_torch._compute_type(x))
 
@@ -463,13 +432,9 @@ _op_norm_backward_into = into(_op_backward, 3)
 _op_norm_behind_into = into(lambda *args: (_op_behind(*args),), 1)
 _op_train_into = into(_op_train_forward, 4)
 _op_channel_scale: Callable[..., Any] = _op_scale_into
-short_normalize: Callable[..., Any] = _torch._nothing
-"""Any scheme of plain tensors that nothing watches, without gradients: csrc/torch_ops.cpp."""
-if _torch._is_connected:
+if _torch.is_connected:
     _torch._native.connect_ops(
         {
-            "prepared": _prepared,
-            "prepare": _prepare,
             "new_stats": _new_stats,
             "nothing": lambda x: x.new_empty(0),
             "forward": _op_forward,
@@ -483,7 +448,6 @@ if _torch._is_connected:
             "scale_into": _op_scale_into,
         }
     )
-    short_normalize = _torch._native.short_normalize
     _op_norm, _op_train = _torch._native.op_forward, _torch._native.op_train
     _op_norm_backward = _torch._native.op_backward
     _op_norm_behind = _torch._native.op_behind

@@ -22,8 +22,6 @@ __all__ = [
     "check_steps",
     "is_fused",
     "normalize",
-    "short_add_layer_norm",
-    "short_add_rms_norm",
 ]
 
 _native = _torch._native
@@ -97,13 +95,18 @@ def normalize(
     scheme: str,
     dropout_p: float,
     prenorm: bool,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """y and h (None where neither ``prenorm`` nor backward asks for it)."""
     if _torch._is_compiling() or _torch.is_tracing():
+        fused, behind = _torch.split(activation)
         if _onnx.is_exporting():
-            total = residual + (torch.dropout(x, dropout_p, True) if dropout_p else x)
-            return _torch.exported(Inputs(total, weight, bias), scheme), total
-        return _by_ops(Sum(x, residual, weight, bias, _seed(x, dropout_p), dropout_p), scheme)
+            h = residual + (torch.dropout(x, dropout_p, True) if dropout_p else x)
+            y = _torch.exported(Inputs(h, weight, bias), scheme)
+        else:
+            given = Sum(x, residual, weight, bias, _seed(x, dropout_p), dropout_p)
+            y, h = _by_ops(given, scheme, fused)
+        return _torch.activate(y, behind), h
     meaning = as_scheme(scheme)
     tensors = (x, residual, weight, bias)
     _torch._check(Inputs(x, weight, bias), meaning)
@@ -114,13 +117,15 @@ def normalize(
     # Nothing is refused after this.
     given = Sum(*tensors, _seed(x, dropout_p), dropout_p)
     if transformed or forward_ad._current_level >= 0:
-        return _forward_by_reference(*given, str(meaning))[:2]
+        y, h, _ = _forward_by_reference(*given, str(meaning))
+        return _torch.activate(y, activation), h
     if _torch._dispatch_modes() or not plain:
-        return _by_ops(given, str(meaning))
+        y, h = _by_ops(given, str(meaning))
+        return _torch.activate(y, activation), h
     if _torch._needs_grad(*tensors):
-        return _AddNorm.apply(*given, meaning)
-    y, h, _ = _forward(given, meaning, prenorm)
-    return y, h
+        return _AddNorm.apply(*given, meaning, activation)
+    y, known_h, _ = _forward(given, meaning, prenorm, activation)
+    return y, known_h
 
 
 def _seed(x: Tensor, dropout_p: float) -> Tensor | None:
@@ -133,8 +138,8 @@ def _seed(x: Tensor, dropout_p: float) -> Tensor | None:
     return torch.empty((), dtype=torch.int64, device=x.device).random_()
 
 
-def _by_ops(given: Sum, scheme: str) -> tuple[Tensor, Tensor]:
-    y, h, _ = torch.ops.axisnorm.add_norm_fwd(*given, scheme)
+def _by_ops(given: Sum, scheme: str, activation: str | None = None) -> tuple[Tensor, Tensor]:
+    y, h, _ = torch.ops.axisnorm.add_norm_fwd(*given, scheme, activation)
     return y, h
 
 
@@ -146,9 +151,9 @@ def _by_ops(given: Sum, scheme: str) -> tuple[Tensor, Tensor]:
 class _AddNorm(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *given, ctx.scheme = args
+        *given, ctx.scheme, ctx.activation = args
         used = Sum(*given)
-        y, h, stats = _forward(used, ctx.scheme, True)
+        y, h, stats = _forward(used, ctx.scheme, True, ctx.activation)
         assert h is not None
         ctx.save_for_backward(h, used.weight, used.bias, used.seed, stats)
         ctx.dropout_p = used.dropout_p
@@ -161,8 +166,8 @@ class _AddNorm(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
         saved = Saved(*(*ctx.saved_tensors, ctx.dropout_p))
-        found = _gradients(grad, grad_h, saved, ctx.scheme, ctx.needs_input_grad)
-        return (*found, None, None, None)
+        found = _gradients(grad, grad_h, saved, ctx.scheme, ctx.needs_input_grad, ctx.activation)
+        return (*found, *[None] * 4)
 
 
 class _ShortAddNorm(Function):
@@ -172,20 +177,37 @@ class _ShortAddNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
+        if _torch._is_compiling():  # compiled autograd
+            return _traced_backward(ctx, grad, grad_h)
         return _native.add_node_backward(ctx, grad, grad_h)
+
+
+def _traced_backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
+    """The gradients by operators. What is kept of the statistics is no tensor: measured again."""
+    kept, tensors = ctx.kept, ctx.saved_tensors
+    constants, activation, dropout_p = kept[2:-3], kept[-3], kept[-2]
+    h, weight, bias = tensors[0], tensors[1], kept[1] if activation is None else tensors[2]
+    scheme = _torch._scheme_of_rows(*constants)
+    stats = torch.ops.axisnorm.norm_fwd(h, weight, bias, None, str(scheme))[1]
+    seed = torch.tensor(kept[-1]) if dropout_p else None
+    saved = Saved(h, weight, bias, seed, stats, dropout_p)
+    found = _gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad, activation)
+    return (*found, None)
 
 
 def _long_backward(
     ctx: Any, tensors: tuple[Tensor | None, ...], grad: Tensor | None, grad_h: Tensor | None
 ) -> tuple[Any, ...]:
     """The gradients where something watches, create_graph for example."""
-    h, weight = tensors
+    h, weight, *others = tensors
     assert h is not None
-    kept, bias, *constants, dropout_p, seed = ctx.kept
+    kept, bias, *constants, activation, dropout_p, seed = ctx.kept
+    bias = others[0] if activation else bias  # saved where there is an activation
     scheme = _torch._scheme_of_rows(*constants)
     stats = torch.frombuffer(bytearray(kept), dtype=_torch._compute_type(h)).view(3, -1)
     saved = Saved(h, weight, bias, torch.tensor(seed) if dropout_p else None, stats, dropout_p)
-    return (*_gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad), None)
+    found = _gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad, activation)
+    return (*found, None)
 
 
 def _gradients(
@@ -194,6 +216,7 @@ def _gradients(
     saved: Saved,
     scheme: Scheme,
     needs: Sequence[bool],
+    activation: str | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, residual, weight and bias, None where not needed."""
     dx: Tensor | None
@@ -209,10 +232,14 @@ def _gradients(
     if not compiling:
         # Saved tensors can have got other data since.
         _torch._check(inputs, scheme)
-    batched = _torch._is_batched(grad) or (grad_h is not None and _torch._is_batched(grad_h))
     differentiated = _torch._grad_enabled() or forward_ad._current_level >= 0
-    if not compiling and (differentiated or _torch._transforms() or batched):
-        dh, dweight, dbias = _torch._reference_backward(grad, inputs, scheme)
+    if not compiling and (
+        differentiated
+        or _torch._transforms()
+        or _torch._is_batched(grad)
+        or (grad_h is not None and _torch._is_batched(grad_h))
+    ):
+        dh, dweight, dbias = _torch._reference_backward(grad, inputs, scheme, activation)
         if grad_h is not None:
             dh = dh + grad_h
         dx = _dropped(dh, saved, scheme) if needs[0] else None
@@ -222,13 +249,16 @@ def _gradients(
         or _torch.is_tracing()
         or not _torch._is_plain(grad, grad_h, *saved[:5])
     ):
+        if activation is not None:
+            norm = (*inputs, saved.stats, str(scheme), activation)
+            grad = torch.ops.axisnorm.norm_behind(grad, *norm)
         *first, dropout_p = saved
         dx, dh, dweight, dbias = torch.ops.axisnorm.add_norm_bwd(
             grad, grad_h, *first, dropout_p, str(scheme)
         )
         dx = dh if saved.seed is None else dx
     else:
-        return _backward(grad, grad_h, saved, scheme, needs)
+        return _backward(grad, grad_h, saved, scheme, needs, activation)
     return (
         dx if needs[0] else None,
         dh if needs[1] else None,
@@ -303,7 +333,12 @@ def _native_forward(
 
 
 def _backward(
-    grad: Tensor, grad_h: Tensor | None, saved: Saved, scheme: Scheme, needs: Sequence[bool]
+    grad: Tensor,
+    grad_h: Tensor | None,
+    saved: Saved,
+    scheme: Scheme,
+    needs: Sequence[bool],
+    activation: str | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     h = saved.h
     sizes = scheme.layout(h.dim()).sizes(h.shape)
@@ -315,8 +350,10 @@ def _backward(
         )
     inputs = Inputs(h, saved.weight, saved.bias)
     if _torch._route_of(inputs, sizes).engine == "native":
+        if activation is not None:
+            grad = _torch._native_behind(grad, inputs, sizes, saved.stats, activation)
         return _native_backward(grad, grad_h, saved, sizes, needs)
-    found, dweight, dbias = _torch._reference_backward(grad, inputs, scheme)
+    found, dweight, dbias = _torch._reference_backward(grad, inputs, scheme, activation)
     dh = torch.empty_like(h).copy_(found if grad_h is None else found + grad_h)
     dx = torch.empty_like(h).copy_(_dropped(dh, saved, scheme)) if saved.seed is not None else dh
     return (
@@ -510,13 +547,8 @@ def _op_gradients(
 ) -> tuple[Any, ...]:
     saved = Saved(*(*ctx.saved_tensors, ctx.dropout_p))
     scheme = as_scheme(ctx.scheme)
-    if grad is not None and ctx.activation is not None:
-        norm = (saved.h, saved.weight, saved.bias, None, None, None, saved.stats, str(scheme))
-        differentiated = _torch._grad_enabled() or forward_ad._current_level >= 0
-        by_reference = differentiated or _torch._transforms() or _torch._is_batched(grad)
-        behind = _torch_ops.behind_by_reference if by_reference else torch.ops.axisnorm.norm_behind
-        grad = behind(grad, *norm, ctx.activation)
-    return (*_gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad), *[None] * 4)
+    found = _gradients(grad, grad_h, saved, scheme, ctx.needs_input_grad, ctx.activation)
+    return (*found, *[None] * 4)
 
 
 def _forward_by_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -554,7 +586,7 @@ for _name, _rules in {
 
 _op_forward_into = _torch_ops.into(_op_forward, 3)
 _op_backward_into = _torch_ops.into(_op_backward, 4)
-if _torch._is_connected:
+if _torch.is_connected:
     _native.connect_add_ops({"forward_into": _op_forward_into, "backward_into": _op_backward_into})
     _op_forward_into = _native.op_add_forward_into
     _op_backward_into = _native.op_add_backward_into
@@ -569,8 +601,7 @@ for _name, _kernel in {
 # --------------------------------------------------------------------------------------------
 # The short way, in csrc/torch_door.cpp
 
-short_add_layer_norm = short_add_rms_norm = _torch._nothing
-if _torch._is_connected:
+if _torch.is_connected:
     with torch.inference_mode(False):
         _kept_seed = torch.empty((), dtype=torch.int64, device="cpu")
     _native.connect_add(
@@ -581,7 +612,5 @@ if _torch._is_connected:
             "seed": _kept_seed,
         }
     )
-    short_add_layer_norm = _native.short_add_layer_norm
-    short_add_rms_norm = _native.short_add_rms_norm
     if hasattr(_ShortAddNorm, "_backward_cls"):
         _native.quicken_add(_ShortAddNorm._backward_cls)

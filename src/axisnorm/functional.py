@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _numpy, _route
+from . import _build, _numpy, _route
 from .reference import checked_activation
 from .scheme import (
     ArgumentError,
@@ -42,17 +42,16 @@ Array = Any
 """A numpy.ndarray or a torch.Tensor."""
 
 
-def _no_short_way(*_: Any) -> None:
-    """Before torch is seen, and for builds without the native module."""
+_native = _build.native
 
-
-# Plain torch tensors that nothing watches; None for everything else.
-_short_layer_norm: Callable[..., Any] = _no_short_way
-_short_rms_norm: Callable[..., Any] = _no_short_way
-_short_channel_norm: Callable[..., Any] = _no_short_way
-_short_normalize: Callable[..., Any] = _no_short_way
-_short_add_layer_norm: Callable[..., Any] = _no_short_way
-_short_add_rms_norm: Callable[..., Any] = _no_short_way
+# Plain arrays, and once torch is seen its plain tensors that nothing watches; None for everything
+# else.
+_short_layer_norm: Callable[..., Any] = _numpy.short_layer_norm
+_short_rms_norm: Callable[..., Any] = _numpy.short_rms_norm
+_short_channel_norm: Callable[..., Any] = _numpy.short_channel_norm
+_short_normalize: Callable[..., Any] = _numpy.short_normalize
+_short_add_layer_norm: Callable[..., Any] = _numpy.short_add_layer_norm
+_short_add_rms_norm: Callable[..., Any] = _numpy.short_add_rms_norm
 
 
 def normalize(
@@ -101,9 +100,9 @@ def normalize(
     >>> normalize(x, "[n] d").round(4).tolist()
     [[-1.0, -1.0, 1.0, -1.0], [1.0, 1.0, -1.0, 1.0]]
     """
-    if mask is None and out is None:
+    if mask is None:
         text = scheme.text if isinstance(scheme, Scheme) else scheme
-        y = _short_normalize(x, text, weight, bias, running_mean, running_var, activation)
+        y = _short_normalize(x, text, weight, bias, running_mean, running_var, activation, out)
         if y is not None:
             return y
     inputs = (x, weight, bias, mask, running_mean, running_var)
@@ -175,8 +174,8 @@ def layer_norm(
     >>> layer_norm(np.array([[1.0, 2.0, 4.0, 1.0]]), 4).round(4).tolist()
     [[-0.8165, 0.0, 1.633, -0.8165]]
     """
-    if mask is None and out is None:
-        y = _short_layer_norm(x, normalized_shape, weight, bias, eps, activation)
+    if mask is None:
+        y = _short_layer_norm(x, normalized_shape, weight, bias, eps, activation, out)
         if y is not None:
             return y
     inputs = (x, weight, bias, mask)
@@ -229,8 +228,10 @@ def rms_norm(
     >>> rms_norm(np.array([1.0, 2.0, 3.0, 4.0]), 4).round(7).tolist()
     [0.3651484, 0.7302967, 1.0954451, 1.4605935]
     """
-    if mask is None and out is None:
-        y = _short_rms_norm(x, normalized_shape, weight, eps, weight_offset, rounding, activation)
+    if mask is None:
+        y = _short_rms_norm(
+            x, normalized_shape, weight, eps, weight_offset, rounding, activation, out
+        )
         if y is not None:
             return y
     inputs = (x, weight, None, mask)
@@ -277,9 +278,9 @@ def layer_norm_2d(
     >>> layer_norm_2d(np.array([[[0.0], [2.0]]])).round(4).tolist()
     [[[-1.0], [1.0]]]
     """
-    if mask is None and out is None:
+    if mask is None:
         y = _short_channel_norm(
-            x, weight, bias, _route.LAYER_2D, None, eps, None, None, True, 0.0, activation
+            x, weight, bias, _route.LAYER_2D, None, eps, None, None, True, 0.0, activation, out
         )
         if y is not None:
             return y
@@ -320,9 +321,9 @@ def group_norm(
     >>> group_norm(np.array([[0.0, 2.0, 5.0, 9.0]]), 2).round(4).tolist()
     [[-1.0, 1.0, -1.0, 1.0]]
     """
-    if mask is None and out is None:
+    if mask is None:
         y = _short_channel_norm(
-            x, weight, bias, _route.GROUP, num_groups, eps, None, None, True, 0.0, activation
+            x, weight, bias, _route.GROUP, num_groups, eps, None, None, True, 0.0, activation, out
         )
         if y is not None:
             return y
@@ -375,10 +376,10 @@ def instance_norm(
     >>> instance_norm(np.array([[[0.0, 2.0], [5.0, 9.0]]])).round(4).tolist()
     [[[-1.0, 1.0], [-1.0, 1.0]]]
     """
-    if mask is None and out is None:
+    if mask is None:
         y = _short_channel_norm(
             x, weight, bias, _route.INSTANCE, None, eps, running_mean, running_var, use_input_stats,
-            momentum, activation,
+            momentum, activation, out,
         )  # fmt: skip
         if y is not None:
             return y
@@ -444,10 +445,10 @@ def batch_norm(
     """
     if not (type(eps) is float and eps > 0.0):
         eps = _batch_eps(eps, training)
-    if mask is None and out is None:
+    if mask is None:
         y = _short_channel_norm(
             x, weight, bias, _route.BATCH, None, eps, running_mean, running_var, training, momentum,
-            activation,
+            activation, out,
         )  # fmt: skip
         if y is not None:
             return y
@@ -486,6 +487,7 @@ def add_layer_norm(
     training: bool = False,
     prenorm: bool = False,
     mask: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""LayerNorm of a residual sum, in one pass over memory.
 
@@ -508,6 +510,7 @@ def add_layer_norm(
         training: whether dropout acts.
         prenorm: return (y, h).
         mask: see :func:`normalize`. With one, dropout (torch's own), sum and norm are three steps.
+        activation: of y; see :func:`normalize`.
 
     Raises:
         ArgumentError: the shapes differ, or do not end in normalized_shape. No random number has
@@ -518,8 +521,9 @@ def add_layer_norm(
     """
     if mask is None:
         found = _short_add_layer_norm(
-            x, residual, normalized_shape, weight, bias, eps, dropout_p, training, prenorm
-        )
+            x, residual, normalized_shape, weight, bias, eps, dropout_p, training, prenorm,
+            activation,
+        )  # fmt: skip
         if found is not None:
             return found
     inputs = (x, residual, weight, bias, mask)
@@ -527,13 +531,17 @@ def add_layer_norm(
         return _handle(
             add_layer_norm, inputs, x, residual, normalized_shape, weight, bias, eps,
             dropout_p=dropout_p, training=training, prenorm=prenorm, mask=mask,
+            activation=activation,
         )  # fmt: skip
+    activation = checked_activation(activation)
     eps = finite("eps", eps)
 
     def norm(h: Array) -> Array:
-        return layer_norm(h, normalized_shape, weight, bias, eps, mask=mask)
+        return layer_norm(h, normalized_shape, weight, bias, eps, mask=mask, activation=activation)
 
-    return _add_norm(inputs, norm, normalized_shape, f"eps={eps!r}", dropout_p, training, prenorm)
+    return _add_norm(
+        inputs, norm, normalized_shape, f"eps={eps!r}", dropout_p, training, prenorm, activation
+    )
 
 
 def add_rms_norm(
@@ -549,6 +557,7 @@ def add_rms_norm(
     training: bool = False,
     prenorm: bool = False,
     mask: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
     r"""RMSNorm of a residual sum, in one pass over memory.
 
@@ -568,6 +577,7 @@ def add_rms_norm(
         training: whether dropout acts.
         prenorm: return (y, h).
         mask: see :func:`normalize`. With one, dropout (torch's own), sum and norm are three steps.
+        activation: of y; see :func:`normalize`.
 
     Raises:
         ArgumentError: as :func:`add_layer_norm`.
@@ -578,7 +588,7 @@ def add_rms_norm(
     if mask is None:
         found = _short_add_rms_norm(
             x, residual, normalized_shape, weight, eps, weight_offset, rounding, dropout_p,
-            training, prenorm,
+            training, prenorm, activation,
         )  # fmt: skip
         if found is not None:
             return found
@@ -587,17 +597,20 @@ def add_rms_norm(
         return _handle(
             add_rms_norm, inputs, x, residual, normalized_shape, weight, eps,
             weight_offset=weight_offset, rounding=rounding, dropout_p=dropout_p, training=training,
-            prenorm=prenorm, mask=mask,
+            prenorm=prenorm, mask=mask, activation=activation,
         )  # fmt: skip
+    activation = checked_activation(activation)
 
     def norm(h: Array) -> Array:
         return rms_norm(
             h, normalized_shape, weight, eps, weight_offset=weight_offset, rounding=rounding,
-            mask=mask,
+            mask=mask, activation=activation,
         )  # fmt: skip
 
     fields = _rms_fields(eps, weight_offset, rounding)
-    return _add_norm(inputs, norm, normalized_shape, fields, dropout_p, training, prenorm)
+    return _add_norm(
+        inputs, norm, normalized_shape, fields, dropout_p, training, prenorm, activation
+    )
 
 
 def empty_cache() -> None:
@@ -624,6 +637,7 @@ def _add_norm(
     dropout_p: float,
     training: bool,
     prenorm: bool,
+    activation: str | None,
 ) -> Array:
     """The norm of a sum by one engine, or in two steps: by torch, then by ``norm``.
 
@@ -658,10 +672,10 @@ def _add_norm(
                 f"dropout_p={dropout_p} came in training. Drop elements of x before the call."
             )
         if mask is None:
-            y, h = _numpy.add_normalize(x, residual, weight, bias, scheme, prenorm)
+            y, h = _numpy.add_normalize(x, residual, weight, bias, scheme, prenorm, activation)
             return (y, h) if prenorm else y
     elif mask is None and _torch_sum.is_fused(x, residual):
-        y, h = _torch_sum.normalize(x, residual, weight, bias, scheme, dropped, prenorm)
+        y, h = _torch_sum.normalize(x, residual, weight, bias, scheme, dropped, prenorm, activation)
         return (y, h) if prenorm else y
     if dropped:
         _torch_sum.check_steps(x, residual, (weight, bias, mask), scheme)
@@ -724,14 +738,15 @@ def _load_torch() -> Any:
     global _torch_engine, _short_layer_norm, _short_rms_norm, _short_channel_norm
     global _torch_sum, _short_add_layer_norm, _short_add_rms_norm, _short_normalize
     if _torch_engine is None and sys.modules.get("torch") is not None:
-        from . import _torch, _torch_graph, _torch_ops, _torch_residual  # noqa: F401
+        from . import _torch, _torch_graph, _torch_residual  # noqa: F401
 
-        _short_layer_norm = _torch.short_layer_norm
-        _short_rms_norm = _torch.short_rms_norm
-        _short_channel_norm = _torch.short_channel_norm
-        _short_normalize = _torch_ops.short_normalize
-        _short_add_layer_norm = _torch_residual.short_add_layer_norm
-        _short_add_rms_norm = _torch_residual.short_add_rms_norm
+        if _torch.is_connected:
+            _short_layer_norm = _native.short_layer_norm
+            _short_rms_norm = _native.short_rms_norm
+            _short_channel_norm = _native.short_channel_norm
+            _short_normalize = _native.short_normalize
+            _short_add_layer_norm = _native.short_add_layer_norm
+            _short_add_rms_norm = _native.short_add_rms_norm
         _torch_sum = _torch_residual
         _torch_engine = _torch
     return _torch_engine

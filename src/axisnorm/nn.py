@@ -1,9 +1,9 @@
 """Modules: drop-in subclasses of torch.nn's norms, and :class:`Norm` for any scheme.
 
 ``isinstance``, parameter and buffer names, ``state_dict``, ``repr`` and the constructors are
-torch.nn's; only ``forward`` differs. Every module has a ``scheme`` and takes a ``mask``. Those of
-one tensor take a last argument ``activation``, the name of what follows the norm
-(:func:`axisnorm.normalize`); the scheme does not speak of it.
+torch.nn's; only ``forward`` differs. Every module has a ``scheme``, takes a ``mask``, and its last
+argument is ``activation``, the name of what follows the norm (:func:`axisnorm.normalize`); the
+scheme does not speak of it.
 """
 
 from __future__ import annotations
@@ -715,6 +715,7 @@ class AddLayerNorm(LayerNorm):
         dtype: of the parameters.
         dropout_p: the probability that an element of the first input is dropped, in training.
         prenorm: return (y, h).
+        activation: what follows the norm, of y; see :func:`axisnorm.normalize`.
 
     >>> layer = AddLayerNorm(2, elementwise_affine=False)
     >>> layer(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
@@ -732,13 +733,17 @@ class AddLayerNorm(LayerNorm):
         *,
         dropout_p: float = 0.0,
         prenorm: bool = False,
+        activation: str | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, bias, device, dtype, activation=activation
+        )
         self.dropout_p = dropout_p
         self.prenorm = prenorm
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dropout_p={self.dropout_p}, prenorm={self.prenorm}"
+        said = torch.nn.LayerNorm.extra_repr(self)
+        return self._with_activation(f"{said}, dropout_p={self.dropout_p}, prenorm={self.prenorm}")
 
     def forward(  # type: ignore[override]
         self, input: Tensor, residual: Tensor, mask: Tensor | None = None
@@ -756,6 +761,7 @@ class AddLayerNorm(LayerNorm):
             training=self.training,
             prenorm=self.prenorm,
             mask=mask,
+            activation=self.activation,
         )
 
 
@@ -770,6 +776,7 @@ class AddRMSNorm(RMSNorm):
         dtype: of the parameters.
         dropout_p: the probability that an element of the first input is dropped, in training.
         prenorm: return (y, h).
+        activation: what follows the norm, of y; see :func:`axisnorm.normalize`.
 
     >>> AddRMSNorm(2, elementwise_affine=False)(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0]))
     tensor([0.8485, 1.1314])
@@ -785,13 +792,17 @@ class AddRMSNorm(RMSNorm):
         *,
         dropout_p: float = 0.0,
         prenorm: bool = False,
+        activation: str | None = None,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, device, dtype, activation=activation
+        )
         self.dropout_p = dropout_p
         self.prenorm = prenorm
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dropout_p={self.dropout_p}, prenorm={self.prenorm}"
+        said = torch.nn.RMSNorm.extra_repr(self)
+        return self._with_activation(f"{said}, dropout_p={self.dropout_p}, prenorm={self.prenorm}")
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor, mask: Tensor | None = None
@@ -808,6 +819,7 @@ class AddRMSNorm(RMSNorm):
             training=self.training,
             prenorm=self.prenorm,
             mask=mask,
+            activation=self.activation,
         )
 
 
