@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _route, _torch, _torch_ops
+from . import (
+    _route,
+    _torch,
+    _torch_ops,
+    _torch_residual,  # noqa: F401  # it defines the last of the operators
+)
 from .reference import ACTIVATIONS
 from .scheme import trailing_names
 
