@@ -502,6 +502,24 @@ def test_marked_dimensions(marked: int) -> None:
     assert counter.frame_count == 1
 
 
+def test_out_of_many_shapes() -> None:
+    """Strides that are symbols were sorted."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def into(x: Tensor, out: Tensor) -> Tensor:
+        return axisnorm.layer_norm(x, 4, out=out)
+
+    run = torch.compile(into, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (2, 3, 5, 7):
+        x = values((rows, 6, 4))
+        for out in (torch.empty_like(x), torch.empty(6, 4, rows).permute(2, 0, 1)):
+            assert run(x, out) is out
+            assert torch.equal(out, axisnorm.layer_norm(x, 4))
+    assert counter.frame_count <= 3
+    with pytest.raises(RuntimeError, match="each of its elements has its own memory"):
+        run(x, torch.empty(4).expand(7, 6, 4))
+
+
 def test_number_of_groups_that_changes() -> None:
     """The second number was symbolic, and refused by hasattr."""
     run = torch.compile(axisnorm.group_norm, fullgraph=True, backend="aot_eager")
