@@ -654,6 +654,34 @@ def test_make_fx(mode: str) -> None:
     assert "axisnorm.norm_fwd.default" in names and "axisnorm.norm_bwd.default" in names
 
 
+TRACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: axisnorm.layer_norm(x, 3, x[0, 0], x[0, 1]),
+    "masked": lambda x: axisnorm.rms_norm(x, 3, x[0, 0], mask=torch.ones(4, 1) > 0),
+    "batch_norm": lambda x: axisnorm.batch_norm(
+        x, torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64), x[0, :, 0], training=True
+    ),
+    "reference": lambda x: axisnorm.normalize(x, "n [c] l; scale=var"),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_traced_gradient_has_a_gradient(name: str) -> None:
+    """The operators of backward had none: a warning, and a gradient that lacked theirs."""
+
+    def gradient(x: Tensor, create_graph: bool = False) -> Tensor:
+        y = TRACED[name](x).pow(3).sum()
+        return torch.autograd.grad(y, x, create_graph=create_graph)[0]
+
+    x, v = values((2, 4, 3), F64), values((2, 4, 3), F64, 1)
+    leaf = x.clone().requires_grad_()
+    traced = make_fx(lambda t: gradient(t))(leaf)
+    (wanted,) = torch.autograd.grad((gradient(leaf, True) * v).sum(), leaf)
+    (found,) = torch.autograd.grad((traced(leaf) * v).sum(), leaf)
+    torch.testing.assert_close(found, wanted)
+    # The second derivatives are symmetric.
+    torch.testing.assert_close(jvp(traced, (x,), (v,))[1], wanted)
+
+
 @Modes
 def test_exported_programs(train: bool, tmp_path: Path) -> None:
     """Saved, loaded and run by another process at another size of the batch."""

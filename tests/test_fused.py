@@ -1025,6 +1025,21 @@ def test_opcheck(p: float) -> None:
             )
 
 
+@Dropped
+def test_the_operator_of_backward_has_gradients(p: float) -> None:
+    ops, text = torch.ops.axisnorm, "... [d]; affine=d"
+    seed = torch.tensor(77) if p else None
+
+    def backward(grad: T, grad_h: T, h: T, w: T, b: T) -> tuple[T, ...]:
+        stats = ops.norm_fwd(h, w, b, None, text)[1]
+        found = ops.add_norm_bwd(grad, grad_h, h, w, b, seed, stats, p, text)
+        return tuple(t for t in found if t.numel())
+
+    x, r, w, b = leaves((5, 6), torch.float64)
+    given = (values((5, 6), torch.float64, 9).requires_grad_(), r, x, w, b)
+    assert torch.autograd.gradcheck(backward, given, check_forward_ad=True, fast_mode=True)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @Dropped
 def test_ops_that_write(p: float) -> None:
