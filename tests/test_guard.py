@@ -227,6 +227,26 @@ def test_negative_running_statistics(which: int, training: bool) -> None:
     check(right, is_neg=lambda _: False)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_running_statistics_made_in_inference_mode(which: int) -> None:
+    """Outside of it torch refuses to change them."""
+    x = values(SHAPE)
+
+    def right() -> bool:
+        running = [torch.zeros(4), torch.ones(4)]
+        with torch.inference_mode():
+            running[which] = running[which].clone()
+            axisnorm.batch_norm(x, *[t.clone() for t in running], training=True)
+        before = [t.clone() for t in running]
+        try:
+            axisnorm.batch_norm(x, *running, training=True)
+        except ArgumentError:
+            return all(map(torch.equal, running, before))
+        return False
+
+    check(right, is_inference=lambda _: False)
+
+
 @Doors
 def test_negative_gradients(door: Door) -> None:
     x, w, b = given()
