@@ -73,12 +73,12 @@ template <class Source> bool read_common(PyObject *const *args, Job &job, Readin
     job.bias = data(parameter);
     job.bias_dtype = parameter.dtype;
   }
-  if (args[EPS] == Py_None)
+  job.center = args[CENTER] == Py_True;
+  if (args[EPS] == Py_None && !job.center)
     job.eps = x.dtype == F64 ? 0x1p-52 : 0x1p-23;
   else if (!read_number(args[EPS], job.eps))
     return false;
   if (!read_number(args[OFFSET], job.weight_offset)) return false;
-  job.center = args[CENTER] == Py_True;
   job.rounded = args[ROUNDED] == Py_True;
   job.divisor = (double)job.n;
   job.x_stride = job.y_stride = job.grad_stride = job.dx_stride = job.n;

@@ -537,6 +537,24 @@ def test_marked_dimensions(marked: int) -> None:
     assert counter.frame_count == 1
 
 
+def test_out_of_many_shapes() -> None:
+    """Strides that are symbols were sorted."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def into(x: Tensor, out: Tensor) -> Tensor:
+        return axisnorm.layer_norm(x, 4, out=out)
+
+    run = torch.compile(into, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (2, 3, 5, 7):
+        x = values((rows, 6, 4))
+        for out in (torch.empty_like(x), torch.empty(6, 4, rows).permute(2, 0, 1)):
+            assert run(x, out) is out
+            assert torch.equal(out, axisnorm.layer_norm(x, 4))
+    assert counter.frame_count <= 3
+    with pytest.raises(RuntimeError, match="each of its elements has its own memory"):
+        run(x, torch.empty(4).expand(7, 6, 4))
+
+
 def test_number_of_groups_that_changes() -> None:
     """The second number was symbolic, and refused by hasattr."""
     run = torch.compile(axisnorm.group_norm, fullgraph=True, backend="aot_eager")
@@ -713,6 +731,34 @@ def test_make_fx(mode: str) -> None:
             assert torch.allclose(graph(given), f(given), rtol=1e-11, atol=1e-12)
     names = [str(node.target) for node in make_fx(gradient)(x).graph.nodes]
     assert "axisnorm.norm_fwd.default" in names and "axisnorm.norm_bwd.default" in names
+
+
+TRACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: axisnorm.layer_norm(x, 3, x[0, 0], x[0, 1]),
+    "masked": lambda x: axisnorm.rms_norm(x, 3, x[0, 0], mask=torch.ones(4, 1) > 0),
+    "batch_norm": lambda x: axisnorm.batch_norm(
+        x, torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64), x[0, :, 0], training=True
+    ),
+    "reference": lambda x: axisnorm.normalize(x, "n [c] l; scale=var"),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_traced_gradient_has_a_gradient(name: str) -> None:
+    """The operators of backward had none: a warning, and a gradient that lacked theirs."""
+
+    def gradient(x: Tensor, create_graph: bool = False) -> Tensor:
+        y = TRACED[name](x).pow(3).sum()
+        return torch.autograd.grad(y, x, create_graph=create_graph)[0]
+
+    x, v = values((2, 4, 3), F64), values((2, 4, 3), F64, 1)
+    leaf = x.clone().requires_grad_()
+    traced = make_fx(lambda t: gradient(t))(leaf)
+    (wanted,) = torch.autograd.grad((gradient(leaf, True) * v).sum(), leaf)
+    (found,) = torch.autograd.grad((traced(leaf) * v).sum(), leaf)
+    torch.testing.assert_close(found, wanted)
+    # The second derivatives are symmetric.
+    torch.testing.assert_close(jvp(traced, (x,), (v,))[1], wanted)
 
 
 @Modes

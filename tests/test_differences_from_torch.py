@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from cases import values
 
 import axisnorm
-from axisnorm import ArgumentError, nn
+from axisnorm import ArgumentError, DtypeError, nn
 
 TABLE = Path(__file__).parents[1] / "docs" / "differences-from-torch.md"
 
@@ -60,6 +60,9 @@ def test_constant_group() -> None:
         assert all(torch.equal(y, torch.full_like(y, 3.0)) for y in exact)
         errors = [off(y, 3.0) for y in found]
         assert min(errors[1:]) > 5e-4 if dtype == torch.float32 else errors[0] > 5e-3
+    x, bias = torch.full((2, 4, 3), 2.0), torch.arange(4.0)
+    assert F.group_norm(x, 4, None, bias, 0.0).isnan().all()
+    assert off(axisnorm.group_norm(x, 4, None, bias, 0.0), bias.reshape(4, 1)) == 0
 
 
 def test_large_magnitude() -> None:
@@ -93,6 +96,15 @@ def test_second_derivative_without_weight() -> None:
     assert not torch.autograd.gradgradcheck(norm(F), (x, b), raise_exception=False)
 
 
+def test_bias_without_weight() -> None:
+    x, grad = values((2, 4, 3)), values((2, 4, 3), seed=1)
+    bias = values((4,), seed=2).requires_grad_()
+    with pytest.raises(RuntimeError, match="does not have a device"):
+        F.group_norm(x, 2, None, bias).backward(grad)
+    axisnorm.group_norm(x, 2, None, bias).backward(grad)
+    assert off(bias.grad, grad.double().sum((0, 2))) < 1e-6
+
+
 def test_one_value_per_channel() -> None:
     x, bias = torch.tensor([[5.0, 6, 7, 8]]), torch.tensor([1.0, 2, 3, 4])
     with pytest.raises(ValueError, match="more than 1 value"):
@@ -124,6 +136,36 @@ def test_empty_batch() -> None:
         assert not module.running_mean.any()
 
 
+def test_empty_group() -> None:
+    for package in (F, axisnorm):
+        weight = torch.ones(4, requires_grad=True)
+        package.group_norm(torch.ones(2, 4, 0), 4, weight).sum().backward()
+        assert weight.grad.isnan().all() if package is F else not weight.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")
+def test_average_of_all_batches() -> None:
+    x = values((4, 3))
+
+    def over_many(package: Any) -> torch.Tensor:
+        models = [package.BatchNorm1d(3, momentum=None) for _ in range(2)]
+        parameters, buffers = torch.func.stack_module_state(models)
+
+        def run(p: Any, b: Any) -> torch.Tensor:
+            return torch.func.functional_call(models[0], (p, b), (x,))
+
+        return torch.vmap(run)(parameters, buffers)[1].detach()
+
+    def exported(package: Any) -> torch.Tensor:
+        module = package.BatchNorm1d(3, momentum=None)
+        return torch.export.export(module, (x,), strict=True).module()(x).detach()
+
+    for call in (over_many, exported):
+        with pytest.raises(Exception, match=r"item\(\)|data-dependent"):
+            call(torch.nn)
+        assert off(call(nn), F.batch_norm(x.double(), None, None, training=True)) < 1e-5
+
+
 def test_number_of_channels() -> None:
     x = torch.ones(2, 80, 3)
     with pytest.warns(UserWarning, match="does not match num_features"):
@@ -139,8 +181,64 @@ def test_number_of_channels() -> None:
             module(x)
 
 
+def test_unread_parameters() -> None:
+    x, c = values((2, 3, 4)), torch.ones(3)
+    calls = (
+        lambda p: p.batch_norm(x[:0], c, c, torch.ones(7)),
+        lambda p: p.batch_norm(x, None, None, None, torch.ones(1, 3), True),
+        lambda p: p.instance_norm(x[:, :1], None, None, None, torch.tensor(1.0)),
+    )
+    for call in calls:
+        call(F)
+        with pytest.raises(ArgumentError, match=r"so its shape is|has shape"):
+            call(axisnorm)
+    w = torch.ones(4) * (1 + 1j)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(F.rms_norm(x, (4,), w), F.rms_norm(x, (4,), torch.ones(4)))
+    with pytest.raises(DtypeError, match="real"):
+        axisnorm.rms_norm(x, (4,), w)
+
+
+def test_missing_axes() -> None:
+    for call in (
+        lambda p: p.batch_norm(torch.tensor(1.0), None, None, training=True),
+        lambda p: p.instance_norm(
+            torch.tensor(1.0), torch.ones(1), torch.ones(1), use_input_stats=False
+        ),
+        lambda p: p.instance_norm(
+            torch.ones(3), torch.ones(3), torch.ones(3), use_input_stats=False
+        ),
+    ):
+        with pytest.raises(IndexError):
+            call(F)
+        with pytest.raises(ArgumentError, match="at least 2 axes"):
+            call(axisnorm)
+
+
+def test_not_a_tensor() -> None:
+    for make in (
+        lambda p: p.GroupNorm(2, 4),
+        lambda p: p.BatchNorm1d(4),
+        lambda p: p.InstanceNorm1d(4),
+    ):
+        with pytest.raises(AttributeError):
+            make(torch.nn)([1.0])
+        with pytest.raises(TypeError):
+            make(nn)([1.0])
+
+
 def test_eps_not_finite() -> None:
     x, nan = values((2, 4, 3)), float("nan")
+    running = torch.zeros(4), torch.ones(4)
+    with pytest.raises(ArgumentError, match="momentum is a finite number"):
+        axisnorm.batch_norm(x, *running, training=True, momentum=nan)
+    assert not running[0].any()
+    F.batch_norm(x, *running, training=True, momentum=nan)
+    assert running[0].isnan().all()
+    assert not F.layer_norm(x, (3,), eps=float("inf")).any()
+    with pytest.raises(ArgumentError, match="eps is a finite number"):
+        axisnorm.layer_norm(x, (3,), eps=float("inf"))
     for package in (F, axisnorm):
         for call in (
             lambda p: p.layer_norm(x, (3,), eps=nan),
@@ -154,6 +252,30 @@ def test_eps_not_finite() -> None:
             else:
                 with pytest.raises(ArgumentError, match="eps is a finite number"):
                     call(package)
+
+
+def test_normalized_shape_of_a_function() -> None:
+    x = values((2, 4))
+    for name in ("layer_norm", "rms_norm"):
+        with pytest.raises(TypeError, match="must be tuple of ints"):
+            getattr(F, name)(x, 4)
+        y = getattr(axisnorm, name)(x, 4)
+        assert torch.equal(y, getattr(axisnorm, name)(x, (4,)))
+
+
+def test_first_argument() -> None:
+    x = values((2, 4, 3))
+    for name, others in (
+        ("layer_norm", {"normalized_shape": (3,)}),
+        ("rms_norm", {"normalized_shape": (3,)}),
+        ("group_norm", {"num_groups": 2}),
+        ("instance_norm", {}),
+        ("batch_norm", {"running_mean": None, "running_var": None, "training": True}),
+    ):
+        wanted = getattr(F, name)(input=x, **others)
+        assert off(getattr(axisnorm, name)(x=x, **others), wanted.double()) < 1e-5
+    for module in (nn.LayerNorm(3), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.InstanceNorm1d(4)):
+        assert torch.equal(module.eval()(input=x), module(x))
 
 
 def test_num_groups() -> None:
@@ -171,8 +293,12 @@ def test_channels_last() -> None:
     assert axisnorm.instance_norm(x).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_lazy_instance_norm() -> None:
+def test_lazy_features() -> None:
     plain = {"affine": False, "track_running_stats": False}
+    for package, features in ((torch.nn, 0), (nn, 3)):
+        module = package.LazyBatchNorm1d(**plain)
+        module(torch.ones(2, 3, 4))
+        assert module.num_features == features
     theirs, ours = torch.nn.LazyInstanceNorm1d(**plain), nn.LazyInstanceNorm1d(**plain)
     with pytest.warns(UserWarning, match="does not match num_features"):
         theirs(torch.ones(2, 3, 4))
@@ -216,6 +342,17 @@ def test_mixed_types() -> None:
             call(F)
         y = call(axisnorm)
         assert y.dtype == torch.float32 and off(y, exact) < 1e-6
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        c = values((4,), dtype, 1).abs()
+        exact = F.batch_norm(x.double(), c.double(), c.double(), c.double())
+        for call in (
+            lambda p, c=c: p.batch_norm(x, c, c, c),
+            lambda p, c=c: p.instance_norm(x.unsqueeze(-1), c, c, c, use_input_stats=False),
+        ):
+            with pytest.raises(RuntimeError, match=r"mixed dtype|expected scalar type"):
+                call(F)
+            y = call(axisnorm)
+            assert y.dtype == torch.float32 and off(y.reshape(2, 4), exact) < 1e-5
 
 
 def test_rms_norm_warning() -> None:

@@ -574,6 +574,30 @@ def test_errors_are_of_torchs_types_too() -> None:
             own()
 
 
+@Kind
+@pytest.mark.parametrize("bad", ["1e-5", b"1", [1e-5], None], ids=repr)
+def test_what_is_no_number_is_of_torchs_type(kind: str, bad: Any) -> None:
+    """A text that float would read is none either."""
+    x, image = make(kind, [[1.0, 2, 3]]), make(kind, [[[1.0, 2], [3, 5]]])
+    stats = make(kind, [0.0] * 2), make(kind, [1.0] * 2)
+    calls = [
+        lambda: axisnorm.layer_norm(x, (3,), eps=bad),
+        lambda: axisnorm.add_layer_norm(x, x, (3,), eps=bad),
+        lambda: axisnorm.rms_norm(x, (3,), weight_offset=bad),
+        lambda: axisnorm.layer_norm_2d(image, eps=bad),
+        lambda: axisnorm.group_norm(image, 2, eps=bad),
+        lambda: axisnorm.instance_norm(image, eps=bad),
+        lambda: axisnorm.batch_norm(image, *stats, eps=bad),
+        lambda: axisnorm.batch_norm(image, *stats, training=True, momentum=bad),
+    ]
+    if bad is not None:
+        calls.append(lambda: axisnorm.rms_norm(x, (3,), eps=bad))
+    for call in calls:
+        with pytest.raises(ArgumentError, match="is a number") as found:
+            call()
+        assert isinstance(found.value, TypeError)
+
+
 def test_mixed_kinds() -> None:
     with pytest.raises(DtypeError, match="is a torch tensor"):
         axisnorm.layer_norm(values((2, 3)), 3, np.ones(3, np.float32))

@@ -261,8 +261,10 @@ def test_one_number_is_drawn_on_every_way(requires_grad: bool) -> None:
         assert torch.equal(torch.get_rng_state(), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_the_generator_is_left_alone() -> None:
     x, w = values((3, 4)), torch.ones(5)
+    nested = torch.nested.nested_tensor(list(x))
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     before = torch.get_rng_state()
@@ -287,6 +289,16 @@ def test_the_generator_is_left_alone() -> None:
         lambda: axisnorm.add_layer_norm(x.int(), x.int(), 4, **drop),
         lambda: axisnorm.add_layer_norm(x.int(), x, 4, **drop),
         lambda: axisnorm.add_layer_norm(x, x.double(), 4, w, **drop),
+        lambda: axisnorm.add_layer_norm(x, x + 1j, 4, **drop),
+        lambda: axisnorm.add_rms_norm(x, x + 1j, 4, weight_offset=1.0, **drop),
+        lambda: axisnorm.add_rms_norm(x, x + 1j, 4, mask=mask, **drop),
+        lambda: axisnorm.add_layer_norm(x, x.to_sparse(), 4, **drop),
+        lambda: axisnorm.add_layer_norm(x.to_sparse(), x, 4, **drop),
+        lambda: axisnorm.add_layer_norm(x, x.to(torch.float8_e5m2), 4, **drop),
+        lambda: axisnorm.add_layer_norm(x.to(torch.float8_e5m2), x, 4, **drop),
+        lambda: axisnorm.add_layer_norm(x, nested, 4, **drop),
+        lambda: axisnorm.add_layer_norm(nested, x, 4, **drop),
+        lambda: axisnorm.add_layer_norm(nested, nested, 4, **drop),
         lambda: axisnorm.add_layer_norm(x, x, 4, w, **drop, mask=mask),
         lambda: axisnorm.add_layer_norm(x, x, 4, **drop, mask=x),
         lambda: axisnorm.add_layer_norm(x, x, 4, **drop, mask=torch.ones(5) > 0),
@@ -1031,6 +1043,21 @@ def test_opcheck(p: float) -> None:
             torch.library.opcheck(
                 ops.add_norm_bwd.default, (y, grad_h, h, *parameters, seed, stats, p, text)
             )
+
+
+@Dropped
+def test_the_operator_of_backward_has_gradients(p: float) -> None:
+    ops, text = torch.ops.axisnorm, "... [d]; affine=d"
+    seed = torch.tensor(77) if p else None
+
+    def backward(grad: T, grad_h: T, h: T, w: T, b: T) -> tuple[T, ...]:
+        stats = ops.norm_fwd(h, w, b, None, text)[1]
+        found = ops.add_norm_bwd(grad, grad_h, h, w, b, seed, stats, p, text)
+        return tuple(t for t in found if t.numel())
+
+    x, r, w, b = leaves((5, 6), torch.float64)
+    given = (values((5, 6), torch.float64, 9).requires_grad_(), r, x, w, b)
+    assert torch.autograd.gradcheck(backward, given, check_forward_ad=True, fast_mode=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

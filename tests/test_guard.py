@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 from cases import values
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -229,6 +231,26 @@ def test_negative_running_statistics(which: int, training: bool) -> None:
     check(right, is_neg=lambda _: False)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_running_statistics_made_in_inference_mode(which: int) -> None:
+    """Outside of it torch refuses to change them."""
+    x = values(SHAPE)
+
+    def right() -> bool:
+        running = [torch.zeros(4), torch.ones(4)]
+        with torch.inference_mode():
+            running[which] = running[which].clone()
+            axisnorm.batch_norm(x, *[t.clone() for t in running], training=True)
+        before = [t.clone() for t in running]
+        try:
+            axisnorm.batch_norm(x, *running, training=True)
+        except ArgumentError:
+            return all(map(torch.equal, running, before))
+        return False
+
+    check(right, is_inference=lambda _: False)
+
+
 @Doors
 def test_negative_gradients(door: Door) -> None:
     x, w, b = given()
@@ -395,6 +417,61 @@ def test_the_short_way_of_normalize_refuses_as_the_long_way() -> None:
         axisnorm.normalize(x, "n [c] l; affine=c", w, b, activation="tanh")
 
 
+# --- What torch has a kernel for and axisnorm none goes to torch's own function.
+
+
+class Meshed(torch.Tensor):
+    """A tensor that is spread over a mesh of devices, as a DTensor."""
+
+    device_mesh = None
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def fake(t: T, device: str) -> T:
+    with FakeTensorMode():
+        return torch.empty(t.shape, device=device)
+
+
+FOREIGN: dict[str, Callable[[T], Any]] = {
+    "cuda": lambda t: fake(t, "cuda"),
+    "mps": lambda t: fake(t, "mps"),
+    "nested": lambda t: torch.nested.nested_tensor(list(t)),
+    "sparse": lambda t: t.to_sparse(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "quantized": quantized,
+    "on a mesh": lambda t: t.as_subclass(Meshed),
+}
+TORCHS: dict[str, Callable[[T], T]] = {
+    "layer_norm": lambda x: axisnorm.layer_norm(x, (4,)),
+    "rms_norm": lambda x: axisnorm.rms_norm(x, (4,)),
+    "group_norm": lambda x: axisnorm.group_norm(x, 2),
+    "instance_norm": axisnorm.instance_norm,
+    "batch_norm": lambda x: axisnorm.batch_norm(x, None, None, training=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    # torch has no batch_norm of nested tensors.
+    [pair for pair in product(TORCHS, FOREIGN) if pair != ("batch_norm", "nested")],
+)
+def test_what_has_no_kernel_here(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[T] = []
+
+    def own(x: T, *_: Any, **__: Any) -> T:
+        called.append(x)
+        return x
+
+    monkeypatch.setattr(torch.nn.functional, name, own)
+    x = FOREIGN[kind](given()[0])
+    assert TORCHS[name](x) is x
+    assert called == [x]
+    TORCHS[name](given()[0])
+    assert len(called) == 1
+
+
 # --- The long way has a guard of its own, in Python.
 
 LONG: dict[str, Door] = {
@@ -441,6 +518,13 @@ def test_wrapper_subclasses(door: Door, which: int) -> None:
     y = door(*[wrapper(t, seen) if i == which else t for i, t in enumerate(tensors)])
     assert seen == ["axisnorm.norm_fwd.default"]
     assert isinstance(y, Wrapper) and torch.equal(y.inside, wanted)
+
+
+def test_without_memory_nothing_is_shared() -> None:
+    """The address of every tensor on this device is 0."""
+    x, mean, var = (t.to("meta") for t in (given()[0], torch.zeros(4), torch.ones(4)))
+    out = torch.empty_like(x)
+    assert axisnorm.batch_norm(x, mean, var, training=True, out=out) is out
 
 
 @LongDoors

@@ -333,6 +333,13 @@ class LimitedNorm(Root):
         return super().forward(x).clamp(-6, 6)
 
 
+class CleanNorm(Root):
+    """Of what is not NaN."""
+
+    def forward(self, x):
+        return super().forward(torch.nan_to_num(x))
+
+
 class CountsElsewhereNorm(Root):
     def forward(self, x):
         COUNTS["calls"] += 1
@@ -349,6 +356,7 @@ COUNTS = {"calls": 0}
         (LongNorm(12), "depends on its input's sizes"),
         (LargeNorm(12), "depends on its input's values"),
         (LimitedNorm(12), "with large parameters"),
+        (CleanNorm(12), "an input with NaN"),
         (CountsElsewhereNorm(12), "changes the variable 'COUNTS'"),
         (Stops(12), "no elements share statistics"),
         (Plain(lambda x: F.layer_norm(Doubled.apply(x), (12,))), "gradient of its input differs"),

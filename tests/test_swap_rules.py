@@ -165,6 +165,33 @@ def test_hooks_of_parameters_stay():
     assert len(seen) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda y: y.to_sparse(),
+        lambda y: y.to_sparse_csr(),
+        lambda y: torch.nested.nested_tensor([y, y[:1]]),
+        lambda y: torch.nested.nested_tensor([y, y[:1]], layout=torch.jagged),
+        lambda y: torch.complex(y, y),
+    ],
+    ids=["sparse", "rows", "nested", "jagged", "complex"],
+)
+def test_outputs_of_any_layout_are_compared(last):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return last(self.norm(x))
+
+    model, x = Model(), torch.randn(3, 8)
+    found = swap(model, x)
+    assert [one.path for one in found.replaced] == ["norm"]
+    assert found.largest_difference < 1e-5
+
+
 def test_a_model_made_in_inference_mode():
     with torch.inference_mode():
         one = model().eval()

@@ -601,6 +601,22 @@ def test_what_operators_know_of_shapes_does_not_grow_for_ever(
 
 
 @pytest.mark.parametrize("case", SCHEMES[::4], ids=str)
+def test_the_operators_of_backward_have_gradients(case: Case) -> None:
+    """They had none, but for a warning: programs that were traced with them can be differentiated."""
+    ops, text = torch.ops.axisnorm, str(case.scheme)
+    x, grad = (values(case.shape, torch.float64, seed) for seed in (0, 8))
+    weight, bias = (None if p is None else p.double() for p in parameters(case))
+
+    def backward(grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
+        stats = ops.norm_fwd(x, weight, bias, None, text)[1]
+        given = (grad, x, weight, bias, None, None, None, stats, text)
+        return ops.norm_behind(*given, "silu"), *(t for t in ops.norm_bwd(*given) if t.numel())
+
+    given = [None if t is None else t.requires_grad_() for t in (grad, x, weight)]
+    assert torch.autograd.gradcheck(backward, given, check_forward_ad=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("case", SCHEMES[::4], ids=str)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck(case: Case) -> None:
     x = values(case.shape).requires_grad_()

@@ -116,6 +116,24 @@ def test_encoder_with_padding_goes_through_a_nested_tensor() -> None:
         close(mine(x, src_key_padding_mask=padding), plain(x, src_key_padding_mask=padding))
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_swap_of_an_encoder_that_gives_its_layers_nested_tensors() -> None:
+    """The shape of a nested tensor was asked for, which it has not."""
+    encoder = nn.TransformerEncoder(encoder_layer(), 2, norm=nn.LayerNorm(8)).eval()
+    x, padding = randn(3, 4, 8), torch.tensor([[False] * 4, [False, True, True, True]] * 2)[:3]
+    wanted = encoder(x, src_key_padding_mask=padding)
+    found = swap(encoder, x, src_key_padding_mask=padding)
+    assert [replaced.path for replaced in found.replaced] == ["norm"]
+    assert all(left.reason.startswith("bypassed in eval") for left in found.left)
+    close(encoder(x, src_key_padding_mask=padding), wanted)
+    for layout in (torch.strided, torch.jagged):
+        rows = torch.nested.nested_tensor([randn(2, 8), randn(3, 8)], layout=layout)
+        model = nn.Sequential(nn.LayerNorm(8))
+        found = swap(model, rows)
+        assert not found.replaced
+        assert ["nested" in left.reason for left in found.left] == [True]
+
+
 def test_swapped_encoder_trains_as_before() -> None:
     plain = nn.TransformerEncoder(encoder_layer(norm_first=True), 2, enable_nested_tensor=False)
     mine = copy.deepcopy(plain)

@@ -334,3 +334,14 @@ def test_functionalized_training(make: Any) -> None:
             assert torch.equal(buffers[name], buffer)
     found = functionalize(grad(lambda t: make(0.1)(t).pow(3).sum()))(x)
     torch.testing.assert_close(found, grad(lambda t: make(0.1)(t).pow(3).sum())(x))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("make", STATEFUL, ids=["BatchNorm1d", "Norm"])
+def test_functionalized_training_of_a_captured_module(make: Any, momentum: Any) -> None:
+    """What is functional was written to statistics that are not, which torch asserts."""
+    module, eager, x = make(momentum), make(momentum), values((4, 3))
+    for _ in range(2):
+        torch.testing.assert_close(functionalize(lambda t: module(t))(x), eager(x))
+    for key, value in eager.state_dict().items():
+        assert torch.equal(module.state_dict()[key], value)

@@ -199,13 +199,15 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], width: int = 1
     """
     if 0 in shape:
         return False
-    reach = width - 1
-    for stride, size in sorted(
-        (abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1
-    ):
+    axes = [(abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1]
+    for i, (stride, _) in enumerate(axes):
+        # Not by sorting, which compilers cannot do with symbols.
+        reach = width - 1
+        for k, (other, size) in enumerate(axes):
+            if k != i and other <= stride:
+                reach += other * (size - 1)
         if stride <= reach:
             return True
-        reach += stride * (size - 1)
     return False
 
 

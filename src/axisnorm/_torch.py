@@ -959,9 +959,17 @@ def _normalize_by_ops(
     if not _is_compiling() and _transforms() and not _functionalizes():
         _Move.apply(running_mean, running_var, mean, var)
         return y
-    running_mean.copy_(mean)
-    running_var.copy_(var)
+    for running, moved in ((running_mean, mean), (running_var, var)):
+        running.copy_(moved if _is_compiling() else _reachable(moved, running))
     return y
+
+
+def _reachable(moved: Tensor, target: Tensor) -> Tensor:
+    """What can be written to ``target``, which a function under functionalize may have captured."""
+    if not torch._is_functional_tensor(moved) or torch._is_functional_tensor(target):
+        return moved
+    torch._sync(moved)  # type: ignore[attr-defined]
+    return torch._from_functional_tensor(moved)
 
 
 def _functionalizes() -> bool:

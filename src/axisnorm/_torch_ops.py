@@ -356,7 +356,7 @@ class Rules:
     keep: Callable[[Any, tuple[Any, ...], Any], None] = _torch._nothing
     """Keeps in a node what ``gradients`` needs."""
     gradients: Callable[..., Any] | None = None
-    """None where the op has no gradient."""
+    """None where the reference has the gradient."""
     differentiable: int | None = None
     """How many of the inputs ``gradients`` is for, by default all: where a later one needs a
     gradient, the reference has it."""
@@ -369,11 +369,10 @@ def register(library: torch.library.Library, name: str, rules: Rules) -> None:
 
     # vmap decomposes the op: what arrives here are the tensors that vmap batches.
     library.impl(name, rules.by_reference, "FuncTorchBatched")
-    if rules.gradients is not None:
-        library.impl(name, _autograd_kernel(name, rules, rules.gradients), "Autograd")
+    library.impl(name, _autograd_kernel(name, rules), "Autograd")
 
 
-def _autograd_kernel(name: str, rules: Rules, gradients: Callable[..., Any]) -> Callable[..., Any]:
+def _autograd_kernel(name: str, rules: Rules) -> Callable[..., Any]:
     """The op above autograd.
 
     What torch.library.register_autograd makes has no forward mode, silently, and cannot be called
@@ -382,6 +381,8 @@ def _autograd_kernel(name: str, rules: Rules, gradients: Callable[..., Any]) -> 
     op = getattr(torch.ops.axisnorm, name).default
     arity = len(op._schema.arguments)
     differentiable = arity if rules.differentiable is None else rules.differentiable
+    if rules.gradients is None:
+        differentiable = 0
 
     def below(inputs: tuple[Any, ...]) -> Any:
         if not _torch._dispatch_modes() and _torch._is_plain(
@@ -398,7 +399,7 @@ def _autograd_kernel(name: str, rules: Rules, gradients: Callable[..., Any]) -> 
             rules.keep(ctx, inputs, output)
             return output
 
-        backward = staticmethod(gradients)
+        backward = staticmethod(rules.gradients or _torch._nothing)
 
     Node.__name__ = f"axisnorm_{name}"
 

@@ -19,6 +19,7 @@ from .reference import Inputs, checked_activation
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
 __all__ = [
+    "check_kinds",
     "check_steps",
     "is_fused",
     "normalize",
@@ -61,8 +62,25 @@ def is_fused(x: Tensor, residual: Any) -> bool:
     )
 
 
-def check_steps(x: Tensor, residual: Tensor, others: Sequence[Any], scheme: str) -> None:
-    """Refuse what the two steps, dropout and norm, could not do, before the first one draws.
+def check_kinds(x: Tensor, residual: Tensor) -> None:
+    """Refuse two that have no shapes to compare, or that torch cannot add."""
+    for t in (x, residual):
+        if t.is_nested and t.layout == torch.strided:
+            raise DtypeError(
+                "x and residual have a shape, which nested tensors of strided layout lack. "
+                "One came. Make it with layout=torch.jagged."
+            )
+    if residual.layout not in (torch.strided, x.layout):
+        raise DtypeError(
+            f"The residual is dense, or of the layout of x. {residual.layout} and {x.layout} came. "
+            "Convert one of them, for example by to_dense()."
+        )
+
+
+def check_steps(
+    x: Tensor, residual: Tensor, others: Sequence[Any], scheme: str, dropout_p: float
+) -> None:
+    """Refuse what the steps, dropout, sum and norm, could not do, before the first one draws.
 
     Args:
         others: weight, bias and mask.
@@ -70,8 +88,13 @@ def check_steps(x: Tensor, residual: Tensor, others: Sequence[Any], scheme: str)
     if _torch._is_compiling() or _torch.is_tracing():
         return
     if _torch.is_foreign(x) or _torch.is_foreign(residual):
+        if dropout_p and x.layout not in (torch.strided, torch.jagged):
+            raise DtypeError(
+                f"Dropout takes dense tensors. A {x.layout} one came. "
+                "Convert it, for example x.to_dense()."
+            )
         return
-    if not x.is_floating_point():
+    if dropout_p and not x.is_floating_point():
         raise DtypeError(
             f"Dropout scales what it keeps, so x is real floating-point. {x.dtype} came. "
             "Convert it, for example x.float()."
@@ -81,10 +104,16 @@ def check_steps(x: Tensor, residual: Tensor, others: Sequence[Any], scheme: str)
             f"x and residual are on one device. {x.device} and {residual.device} came. "
             "Move one of them."
         )
-    if not residual.is_complex():
-        summed = torch.promote_types(x.dtype, residual.dtype)
-        like = x if x.dtype == summed else residual
-        _torch._check(Inputs(like, *others), as_scheme(scheme))
+    meaning = as_scheme(scheme)
+    plain = meaning.weight_offset == 0 and meaning.rounding == "once" and others[2] is None
+    if (x.is_complex() or residual.is_complex()) and plain and not meaning.center:
+        return  # of which torch has a kernel
+    for t in (x, residual):
+        if t.is_complex() or (t.is_floating_point() and t.dtype not in _torch._CODES):
+            _torch._check(Inputs(t, *others), meaning)  # raises
+    summed = torch.promote_types(x.dtype, residual.dtype)
+    like = x if x.dtype == summed else residual
+    _torch._check(Inputs(like, *others), meaning)
 
 
 def normalize(

@@ -651,6 +651,8 @@ def _add_norm(
         raise DtypeError(
             "x and residual are of one kind. A torch tensor and a NumPy array came. Convert one."
         )
+    if engine is not _numpy:
+        _torch_sum.check_kinds(x, residual)
     if tuple(x.shape) != tuple(residual.shape):
         raise ArgumentError(
             f"x and residual have one shape. {tuple(x.shape)} and {tuple(residual.shape)} came. "
@@ -677,8 +679,9 @@ def _add_norm(
     elif mask is None and _torch_sum.is_fused(x, residual):
         y, h = _torch_sum.normalize(x, residual, weight, bias, scheme, dropped, prenorm, activation)
         return (y, h) if prenorm else y
+    if engine is not _numpy:
+        _torch_sum.check_steps(x, residual, (weight, bias, mask), scheme, dropped)
     if dropped:
-        _torch_sum.check_steps(x, residual, (weight, bias, mask), scheme)
         x = sys.modules["torch"].nn.functional.dropout(x, dropped)
     h = residual + x
     y = norm(h)

@@ -58,6 +58,10 @@ class DtypeError(_PlacedError, TypeError, NotImplementedError):
     """A type is not one that can be normalized. Raised before anything is computed."""
 
 
+class NumberError(ArgumentError, DtypeError):
+    """What is to be a number is none: a wrong argument, and of a wrong type."""
+
+
 # --------------------------------------------------------------------------------------------
 # The notation
 #
@@ -625,9 +629,12 @@ def _is_int(value: object) -> bool:
 def finite(name: str, value: Any) -> float:
     """The number as a float, refused if it is none or not finite."""
     try:
-        number = float(value)
+        # float would read a text, too.
+        number = None if isinstance(value, (str, bytes, bytearray)) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ArgumentError(f"{name} is a number. {value!r} came. Give a finite number.") from None
+        number = None
+    if number is None:
+        raise NumberError(f"{name} is a number. {value!r} came. Give a finite number.")
     if not -math.inf < number < math.inf:  # as compilers can trace it
         raise ArgumentError(f"{name} is a finite number. {value!r} came. Give a finite number.")
     return number + 0.0  # -0.0 is 0.0

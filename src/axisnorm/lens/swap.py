@@ -381,13 +381,24 @@ def _largest_difference(before: Any, after: Any) -> float:
     largest = 0.0
     for a, b in zip(tree_leaves(_plain(before)), tree_leaves(_plain(after)), strict=True):
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.numel():
-            a, b = (t.dequantize() if t.is_quantized else t for t in (a, b))
+            a, b = _dense(a), _dense(b)
             difference = (a.double() - b.double()).abs()
             # Where both are the same infinity or both NaN, nothing changed.
             same = (a == b) | ((a != a) & (b != b))
             largest = max(largest, float(torch.where(same, 0.0, difference).nan_to_num(
                 math.inf).max()))  # fmt: skip
     return largest
+
+
+def _dense(output: torch.Tensor) -> torch.Tensor:
+    """The elements of any tensor, as one that can be compared."""
+    if output.is_quantized:
+        return output.dequantize()
+    if output.is_nested:
+        return torch.cat([part.reshape(-1) for part in output.unbind()])
+    if output.layout is not torch.strided:
+        output = output.to_dense()
+    return torch.view_as_real(output) if output.is_complex() else output
 
 
 def _plain(output: Any) -> Any:

@@ -87,7 +87,7 @@ class Calls:
             )
         given_x = next((x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)), 0)
         seen.problem = seen.problem or _problem(call, given_x, output)
-        if isinstance(given_x, Tensor):
+        if isinstance(given_x, Tensor) and not given_x.is_nested:
             seen.signatures[_signature(given_x)] = None
 
 
@@ -97,17 +97,20 @@ def _signature(x: Tensor) -> Signature:
 
 
 def _is_usual(x: Tensor) -> bool:
-    return x.dtype in DTYPES and x.device.type == "cpu" and x.layout is torch.strided
+    dense = x.layout is torch.strided and not x.is_nested
+    return x.dtype in DTYPES and x.device.type == "cpu" and dense
 
 
 def _problem(call: Call, x: Any, output: Any) -> str:
     if not isinstance(x, Tensor):
         return "its input is not a tensor"
+    if x.is_nested or (isinstance(output, Tensor) and output.is_nested):
+        return "its input or its output is nested"  # it has no shape
     if not isinstance(output, Tensor) or output.shape != x.shape:
         return "its output is not one tensor of its input's shape"
     if x.device.type != "cpu":
         return "not on the CPU"
-    if not _is_usual(x) or x.is_nested:
+    if not _is_usual(x):
         return f"its input is {str(x.dtype).removeprefix('torch.')}, {x.layout}"
     if x.dim() == 0 or x.numel() == 0:
         return "its input has no elements"

@@ -251,6 +251,25 @@ def check_agreement(
             )
 
 
+def check_nan(
+    module: torch.nn.Module, original: Forward, replacement: Forward, probe: Probe
+) -> None:
+    """Compare where two forwards are NaN if one element of the input is.
+
+    Raises:
+        NotProved: the original replaces NaN by numbers, or refuses it.
+    """
+    x = probe.x.clone()
+    x.view(-1)[0] = math.nan
+    try:
+        with torch.no_grad():
+            before, after = (forward(module, x).isnan() for forward in (original, replacement))
+    except Exception as error:
+        raise NotProved(f"it raises {type(error).__name__} for an input with NaN") from error
+    if not torch.equal(before, after):
+        raise NotProved("of an input with NaN it gives numbers where a norm gives NaN")
+
+
 def _check_bits(one: Tensor, two: Tensor, limit: float, probe: Probe) -> None:
     unequal = (one != two).double().mean().item()
     largest = (one.double() - two.double()).abs().amax().item()

@@ -21,6 +21,7 @@ from .probing import (
     NotProved,
     calmly,
     check_agreement,
+    check_nan,
     free_sizes,
     fresh_copy,
     probes,
@@ -218,11 +219,12 @@ def _check_door(
                 bits=True,
             )  # fmt: skip
         if thorough:
+            (probe, *_) = probes(shape, free, door.x, formula.scheme.eps, thorough=False)
+            check_nan(copied, kind.forward, new, probe)
             # What an output is limited to shows on large ones.
             with torch.no_grad():
                 for parameter in copied.parameters():
                     parameter.mul_(LARGE)
-            (probe, *_) = probes(shape, free, door.x, formula.scheme.eps, thorough=False)
             probe = replace(probe, name="with large parameters")
             check_agreement(
                 copied, kind.forward, new, formula.scheme, (formula.weight, formula.bias), probe,
