@@ -280,7 +280,7 @@ std::atomic<int64_t> single_limit{amd ? 6 << 20 : INT64_MAX};
 // How a tensor of so many elements goes through the caches; `run` of them are written without a gap.
 void set_access(Job &job, int64_t elements, int64_t run, bool trains, bool masked = false) {
   const int64_t size = element_size(job.dtype), bytes = elements * size;
-  job.streamed = !masked && streams(bytes, run * size, trains || job.stats);
+  job.streamed = !masked && streams(bytes, run * size, trains || (job.stats && !job.alone));
   job.singly = bytes >= single_limit.load(std::memory_order_relaxed);
 }
 

@@ -158,11 +158,6 @@ template <class T> struct OfLanes {
     if (job.singly) each_block<W, WHOLE>(lanes, body);
     else each_block<W, Most>(lanes, body);
   }
-  // Likewise what is applied is taken step by step, if the constants of all lanes leave room in the
-  // first cache.
-  bool step_by_step(const Unit &u) const {
-    return task.mask || (job.singly && u.lanes * (int64_t)sizeof(C) <= 2048);
-  }
 
   // Adds up the lanes of a group and gives each of them the sum.
   void fold(double *values, int64_t lanes) const {
@@ -443,18 +438,18 @@ template <class T> struct OfLanes {
   }
   template <bool PerElement>
   void apply_to(const Place &at, const Unit &u, int64_t part) const {
-    if (step_by_step(u)) apply_steps<PerElement>(at, u, part);
+    if (task.mask) apply_masked<PerElement>(at, u, part);
     else if (nest.mixed) apply_chunks<PerElement, true>(at, u, part);
     else apply_chunks<PerElement, false>(at, u, part);
   }
   template <bool PerElement>
-  NOINLINE void apply_steps(const Place &at, const Unit &u, int64_t part) const {
+  NOINLINE void apply_masked(const Place &at, const Unit &u, int64_t part) const {
     each_step(at, part, [&](const Place &p) {
       T *y = (T *)job.y + p.at[Y];
       apply_line<T, true, PerElement>(x(p), y, u.lanes, u.constants(),
                                       task.running_mean != nullptr, rounded,
-                                      weight + p.at[AFFINE], bias + p.at[AFFINE], 0, job.streamed);
-      if (task.mask) zero_masked(y, mask(p), nest.mask_step, u.lanes);
+                                      weight + p.at[AFFINE], bias + p.at[AFFINE], 0, false);
+      zero_masked(y, mask(p), nest.mask_step, u.lanes);
     });
   }
   template <bool PerElement>
@@ -815,7 +810,7 @@ template <class T> struct OfLanes {
   }
   template <bool PerElement>
   void differentiate(const Place &at, const Unit &u, int64_t part) const {
-    if (step_by_step(u) || task.running_mean) differentiate_steps<PerElement>(at, u, part);
+    if (task.mask || task.running_mean) differentiate_steps<PerElement>(at, u, part);
     else if (nest.mixed) differentiate_chunks<PerElement, true>(at, u, part);
     else differentiate_chunks<PerElement, false>(at, u, part);
   }

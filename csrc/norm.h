@@ -36,6 +36,7 @@ struct Job {
   int32_t streamed;      // 1: y or dx is written past the caches, where its lines stand well
   int32_t singly;        // 1: one row or group is read after another, and nothing is fetched ahead
   int32_t activation;    // forward
+  int32_t alone;         // forward, 1: no backward follows, though statistics are wanted
   double eps;
   double divisor;        // n - correction, > 0
   double weight_offset;

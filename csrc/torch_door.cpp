@@ -267,6 +267,7 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
   if (plan->refused) return unsure();
   const Nest &nest = plan->nest;
   c.job.divisor = (double)nest.group_size;
+  c.job.alone = !gradient;
   PyObject *stats = nullptr, *moments = nullptr, *result = nullptr;
   bool fine = true;
   if (given && gradient) {
