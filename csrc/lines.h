@@ -11,12 +11,21 @@ template <class C> struct LineUnit {
   C hi, lo, shift, rstd;
   C first, mean, slope;     // backward
   double count;             // of valid elements
-  int64_t ahead;            // from x of this unit to that of the next one, 0 if none is fetched
+  int64_t ahead;            // from x of this unit to that of a later one, 0 if none is fetched
   int passes;
   bool unsafe;              // hi, lo, rstd are no use: the slow path
   bool repair;              // the output has to be done again
   double part[][2];
   Constants<C> constants() const { return {&hi, &shift, &rstd}; }
+};
+
+// Short groups one after the other would wait for each root and division. So many of them are settled
+// as lanes of vectors, to the same bits.
+constexpr int BATCH = 8;
+template <class C> struct LineBatch {
+  alignas(VB) C k[BATCH] = {}, hi[BATCH], lo[BATCH], shift[BATCH], rstd[BATCH];
+  alignas(VB) C first[BATCH] = {}, mean[BATCH], slope[BATCH];
+  Constants<C> constants(int i) const { return {hi + i, shift + i, rstd + i}; }
 };
 
 inline int64_t line_slot(const Nest &nest) {
@@ -43,9 +52,10 @@ template <class T> struct OfLines {
   typedef Scalar<T> C;
   typedef Vector<T> V;
   typedef LineUnit<C> Unit;
-  // Short groups one after the other would wait for each root and division.
-  static constexpr int TOGETHER = 4;
-  static constexpr int W = lanes<T>;
+  typedef LineBatch<C> Batch;
+  static constexpr int TOGETHER = BATCH;
+  static constexpr int W = lanes<T>, D = lanes<double>;
+  static_assert(BATCH % D == 0 && D <= W, "whole vectors");
 
   const Task &task;
   const Job &job = *task.job;
@@ -64,13 +74,76 @@ template <class T> struct OfLines {
     u.ahead = 0;
     return u;
   }
-  // As many units as stay in the first cache until they are applied.
+  void places(int64_t unit, int count, Place *at) const {
+    at[0] = place(unit);
+    if (count == 1) return;
+    const Loop &inner = nest.kept[nest.kept_loops - 1];
+    int64_t index = unit % inner.size;
+    Place p = at[0];
+    for (int k = 1; k < count; k++) {
+      if (++index < inner.size) advance(p, inner, 1);
+      else p = place(unit + k), index = 0;
+      at[k] = p;
+    }
+  }
+  // As many units as stay in the second cache until they are applied.
   int together() const {
-    const bool fit = TOGETHER * nest.group_size * (int64_t)sizeof(T) <= 1 << 15;
-    return fit && !job.singly ? TOGETHER : 1;
+    const int64_t bytes = BATCH * nest.group_size * (int64_t)sizeof(T) * (job.dx ? 2 : 1);
+    const bool whole = nest.measured.parts == 1 && nest.applied.parts == 1 && !task.mask;
+    return whole && bytes <= 1 << 18 && (!job.singly || across()) ? BATCH : 1;
+  }
+  // Whether neighbours in memory are lines of different units.
+  bool across() const {
+    if (!nest.kept_loops || !nest.applied.loops) return false;
+    const int64_t unit = nest.kept[nest.kept_loops - 1].step[X];
+    const int64_t line = nest.applied.loop[nest.applied.loops - 1].step[X];
+    return __builtin_llabs(unit) < __builtin_llabs(line);
+  }
+  // A line of a unit of a batch.
+  struct Line {
+    const T *x, *grad;
+    T *out;
+    const C *weight, *bias;
+    double *sums;
+    int unit;
+  };
+  static constexpr int LISTED = 16;  // lines of each unit
+  // Lists the lines [begin, end) of each unit in the order of memory. Returns how many they are.
+  NOINLINE int64_t list(const Place *at, int count, int64_t begin, int64_t end, void *out, Array to,
+                        Line *line) const {
+    Line *next = line;
+    const auto add = [&](const Place &p, const Place &from, int k) __attribute__((always_inline)) {
+      const auto offset = [&](Array a) __attribute__((always_inline)) {
+        return p.at[a] + (at[k].at[a] - from.at[a]);
+      };
+      const int64_t a = offset(AFFINE), g = offset(GRAD);
+      *next++ = {(const T *)job.x + offset(X), (const T *)job.grad + g, (T *)out + offset(to),
+                 weight + a, bias + a, (double *)task.sums + 2 * offset(PIECE), k};
+    };
+    const Lines &lines = nest.applied;
+    if (across())
+      each_line(lines, at[0], begin, end, [&](const Place &p, int64_t)
+                                              __attribute__((always_inline)) {
+        for (int k = 0; k < count; k++) add(p, at[0], k);
+      });
+    else
+      for (int k = 0; k < count; k++)
+        each_line(lines, at[k], begin, end, [&](const Place &p, int64_t)
+                                                __attribute__((always_inline)) {
+          add(p, at[k], k);
+        });
+    return next - line;
+  }
+  // f(lines, how many, the first one's number) for all lines of a batch, some of each unit at a time.
+  template <class F>
+  INLINE void each_list(const Place *at, int count, void *out, Array to, const F &f) const {
+    Line line[LISTED * BATCH];
+    for (int64_t begin = 0; begin < nest.applied.count; begin += LISTED) {
+      const int64_t end = smaller(nest.applied.count, begin + LISTED);
+      f(line, list(at, count, begin, end, out, to, line), end - begin);
+    }
   }
   bool fetches() const { return fetches_ahead<T>(job, nest, nest.group_size); }
-  int64_t slot() const { return line_slot(nest); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }
   const T *grad(const Place &p) const { return (const T *)job.grad + p.at[GRAD]; }
@@ -177,34 +250,104 @@ template <class T> struct OfLines {
     return u.repair ? 2 : 0;
   }
 
-  // START, SUM and FINISH of some groups of one line each, to the same bits: one by one, groups of 14
-  // times 14 take a quarter longer. False: nothing is done, and they are to be taken step by step.
-  bool measure_together(const Place *at, Unit *const *u) const {
-    if (task.mask || knows_statistics(task) || nest.measured.count > 1 || nest.measured.split > 1)
-      return false;
-    return center ? measure_lines<true>(at, u) : measure_lines<false>(at, u);
-  }
-  template <bool Center> NOINLINE bool measure_lines(const Place *at, Unit *const *u) const {
-    const T *line[TOGETHER];
-    for (int k = 0; k < TOGETHER; k++) line[k] = x(at[k]);
-    const double count = (double)nest.group_size;
-    const Moments<T, TOGETHER> m = moments<T, Center, TOGETHER>(line, nest.measured.n, job.eps,
-                                                                divisor_of(task, count));
-    if (__builtin_expect(m.redo, 0)) return false;
-    for (int k = 0; k < TOGETHER; k++) {
-      u[k]->hi = m.hi[k];
-      u[k]->shift = -m.lo[k] * m.rstd[k];
-      u[k]->rstd = m.rstd[k];
-      u[k]->repair = false;
-      save_statistics(task, at[k].at[STATS], m.hi[k], m.lo[k], m.rstd[k], m.var[k], count);
+  // All steps for some units. False: something needs the slow path, and they are to be taken one by one.
+  bool forward_together(const Place *at, int count, int64_t ahead) const {
+    if (count == 1 || knows_statistics(task)) return false;
+    Batch u;
+    if (!(center ? measure<true>(at, count, u) : measure<false>(at, count, u))) return false;
+    if (!job.y) return true;
+    if (job.activation) {
+      for (int k = 0; k < count; k++)
+        per_element ? activate<true>(at[k], u.constants(k), ahead, 0)
+                    : activate<false>(at[k], u.constants(k), ahead, 0);
+    } else if (per_element) {
+      apply_batch<true>(at, count, u, ahead);
+    } else {
+      apply_batch<false>(at, count, u, ahead);
     }
     return true;
+  }
+  template <bool Center> NOINLINE bool measure(const Place *at, int count, Batch &u) const {
+    const Lines &lines = nest.measured;
+    Total<V> s[BATCH], q[BATCH];
+    const T *line[BATCH];
+    for (int k = 0; k < count; k++) line[k] = x(at[k]);
+    if (Center) guess_means(line, count, u.k);
+    each_line(lines, at[0], 0, lines.count, [&](const Place &p, int64_t) {
+      for (int k = 0; k < count; k++) line[k] = x(at[k]) + (p.at[X] - at[0].at[X]);
+      add_lines<Center>(line, count, u.k, s, q);
+    });
+    alignas(VB) double sums[BATCH], squares[BATCH], var[BATCH];
+    for (int j = 0; j < BATCH; j += D) {
+      store(sums + j, values(s + j));
+      store(squares + j, values(q + j));
+    }
+    const double size = (double)nest.group_size;
+    for (int k = 0; Center && k < count; k++) {
+      constexpr double factor = same<C, double> ? 5 : 2;  // as in moments
+      if (__builtin_expect(factor * sums[k] * sums[k] <= size * squares[k], 1)) continue;
+      u.k[k] += (C)(sums[k] / size);
+      Total<V> again[2];
+      each_line(lines, at[k], 0, lines.count, [&](const Place &p, int64_t) {
+        add_sums<T, Center>(x(p), lines.n, u.k[k], again[0], again[1]);
+      });
+      sums[k] = again[0].value();
+      squares[k] = again[1].value();
+    }
+    for (int k = count; k < BATCH; k++) squares[k] = 1;  // nothing is wrong with what is not there
+    vl redo = {};
+    for (int j = 0; j < BATCH; j += D) {
+      redo |= settle_some(task, load(sums + j), load(squares + j), broadcast(size), u.k + j,
+                          u.hi + j, u.lo + j, u.rstd + j, var + j);
+    }
+    if (__builtin_expect(any(redo), 0)) return false;
+    for (int k = 0; k < count; k++) {
+      u.shift[k] = -u.lo[k] * u.rstd[k];
+      save_statistics(task, at[k].at[STATS], u.hi[k], u.lo[k], u.rstd[k], var[k], size);
+    }
+    return true;
+  }
+  template <bool Center>
+  NOINLINE void add_lines(const T *const *line, int count, const C *shift, Total<V> *s,
+                          Total<V> *q) const {
+    const int64_t n = nest.measured.n;
+    for (int k = 0; k < count; k++) {
+      add_sums<T, Center>(line[k], n, shift[k], s[k], q[k]);
+    }
+  }
+  // guess_mean of each line.
+  NOINLINE void guess_means(const T *const *line, int count, C *k) const {
+    const int64_t m = smaller(nest.measured.n, NEAR);
+    C x0[BATCH] = {};
+    vd near[BATCH] = {};
+    for (int i = 0; i < count; i++) near[i] = fold(sum_near(line[i], m, x0 + i));
+    for (int j = 0; j < BATCH; j += D) {
+      const vd s = sum_each(near + j);
+      store_rounded(k + j, m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
+    }
+    for (int i = 0; i < BATCH; i++) k[i] = x0[i] + k[i];
+  }
+  template <bool PerElement>
+  void apply_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
+    each_list(at, count, job.y, Y, [&](const Line *line, int64_t lines, int64_t) {
+      apply_lines<PerElement>(line, lines, u, ahead);
+    });
+  }
+  // Not inline, like what sums and differentiates them: there would not be registers enough.
+  template <bool PerElement>
+  NOINLINE void apply_lines(const Line *line, int64_t lines, const Batch &u, int64_t ahead) const {
+    const int64_t n = nest.applied.n;
+    const bool streamed = job.streamed, rounds = rounded;
+    for (const Line *const end = line + lines; line < end; line++)
+      apply_line<T, false, PerElement>(line->x, line->out, n, u.constants(line->unit), false, rounds,
+                                       line->weight, line->bias, ahead, streamed);
   }
 
   void apply(const Place &at, const Unit &u, int64_t part) const {
     if (!job.y || u.repair) return;
     if (job.activation)
-      return per_element ? activate<true>(at, u, part) : activate<false>(at, u, part);
+      return per_element ? activate<true>(at, u.constants(), u.ahead, part)
+                         : activate<false>(at, u.constants(), u.ahead, part);
     if (per_element) apply_to<true>(at, u, part);
     else apply_to<false>(at, u, part);
   }
@@ -226,9 +369,10 @@ template <class T> struct OfLines {
   }
 
   template <bool PerElement>
-  NOINLINE void activate(const Place &at, const Unit &u, int64_t part) const {
+  NOINLINE void activate(const Place &at, const Constants<C> &constants, int64_t ahead,
+                         int64_t part) const {
     each_piece(nest.applied, at, part, [&](const Place &p, int64_t, int64_t i, int64_t n) {
-      normalize_and_activate<PerElement>(p, u.constants(), i, n, u.ahead);
+      normalize_and_activate<PerElement>(p, constants, i, n, ahead);
       if (task.mask) zero_masked((T *)job.y + p.at[Y] + i, mask(p, i), nest.mask_step, n);
     });
   }
@@ -310,12 +454,16 @@ template <class T> struct OfLines {
     double s1, s2;                     // of grad * weight - u.first, grad * weight * xhat
   };
 
-  // dx: written in the same sweep, where running statistics normalize (else null).
-  INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight,
-                             T *dx) const {
-    Total<V> t1, t2, t3;
-    const Standardize<T, false> standardized(u.constants());
-    const C first = (C)get(g);  // so that the sum of equal gradients is exact
+  // Sums of grad - first, of grad * xhat, and where that is rounded of grad * the rounded one.
+  struct FlatTotals { Total<V> of[can_round<T> ? 3 : 2]; };
+  // Those of a line with one weight. first: its first gradient, so that the sum of equal ones is exact.
+  // Writes: dx too, where running statistics normalize.
+  template <bool Writes>
+  INLINE FlatTotals flat_totals(const T *g, const T *x, int64_t n, const Constants<C> &constants,
+                                C first, C weight, T *dx) const {
+    FlatTotals t;
+    const bool rounds = can_round<T> && rounded;
+    const Standardize<T, false> standardized(constants);
     int64_t i = 0;
     do {
       const int64_t end = smaller(n, i + 2 * BLOCK * W);
@@ -326,8 +474,8 @@ template <class T> struct OfLines {
         if (tail) v = keep(v, tail);
         s1[j] += tail ? keep(grad - first, tail) : grad - first;
         s2[j] = fma(v, grad, s2[j]);
-        if (rounded) s3[j] = fma(round_as<T>(v), grad, s3[j]);
-        if (!dx) return;
+        if (rounds) s3[j] = fma(round_as<T>(v), grad, s3[j]);
+        if (!Writes) return;
         const V derivative = grad * weight * standardized.rstd(i, tail);
         if (tail) store(dx + i, derivative, tail);
         else store(dx + i, derivative);
@@ -335,16 +483,24 @@ template <class T> struct OfLines {
       for (; i + 2 * W <= end; i += 2 * W) add(i, 0, 0), add(i + W, 0, 1);
       if (i + W <= end) add(i, 0, 0), i += W;
       if (i < end) add(i, end - i, 1), i = end;
-      t1.add(s1[0] + s1[1]);
-      t2.add(s2[0] + s2[1]);
-      if (rounded) t3.add(s3[0] + s3[1]);
+      t.of[0].add(s1[0] + s1[1]);
+      t.of[1].add(s2[0] + s2[1]);
+      if (rounds) t.of[can_round<T> ? 2 : 0].add(s3[0] + s3[1]);
     } while (i < n);
+    return t;
+  }
+  INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight,
+                             T *dx) const {
+    const C first = (C)get(g);
+    const FlatTotals t = dx ? flat_totals<true>(g, x, n, u.constants(), first, weight, dx)
+                            : flat_totals<false>(g, x, n, u.constants(), first, weight, dx);
+    const double of_grad = t.of[0].value();
     PieceSums sums = {};
-    sums.grad = (double)first * (double)n + t1.value();
-    sums.by_xhat = t2.value();
-    sums.by_rounded = rounded ? t3.value() : sums.by_xhat;
+    sums.grad = (double)first * (double)n + of_grad;
+    sums.by_xhat = t.of[1].value();
+    sums.by_rounded = rounded ? t.of[can_round<T> ? 2 : 1].value() : sums.by_xhat;
     // Of the first element as the derivative rounds it, so that equal ones cancel.
-    sums.s1 = (double)weight * t1.value() +
+    sums.s1 = (double)weight * of_grad +
               ((double)(C)(first * weight) - (double)u.first) * (double)n;
     sums.s2 = (double)weight * sums.by_xhat;
     return sums;
@@ -452,6 +608,101 @@ template <class T> struct OfLines {
     });
     u.part[part][0] = s1.value();
     u.part[part][1] = s2.value();
+  }
+
+  // As forward_together.
+  bool backward_together(const Place *at, int count, int64_t ahead) const {
+    if (count == 1 || per_element) return false;
+    Batch u;
+    for (int k = 0; k < count; k++) {
+      const Known<C> known(task, at[k]);
+      if (__builtin_expect(!known.is_safe(), 0)) return false;
+      u.hi[k] = known.hi();
+      u.rstd[k] = known.rstd();
+      u.shift[k] = -known.lo() * u.rstd[k];
+      if (center && !task.running_mean) u.first[k] = (C)get(grad(at[k])) * weight[at[k].at[AFFINE]];
+    }
+    if (at_once() && job.dx) {
+      sum_batch<true>(at, count, u);
+      return true;
+    }
+    if (task.sums || !task.running_mean) sum_batch<false>(at, count, u);
+    for (int k = 0; !task.running_mean && k < count; k++)
+      if (!finite(u.mean[k]) || !finite(u.slope[k])) return false;
+    if (job.dx) differentiate_batch(at, count, u, ahead);
+    return true;
+  }
+  template <bool Writes>
+  NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, C *first,
+                          FlatTotals *totals) const {
+    const int64_t n = nest.applied.n;
+    for (const Line *const end = line + lines; line < end; line++, first++, totals++) {
+      *first = (C)get(line->grad);
+      *totals = flat_totals<Writes>(line->grad, line->x, n, u.constants(line->unit), *first,
+                                    Writes ? *line->weight : 0, line->out);
+    }
+  }
+  // Sums of lines in the order of memory, then of one line of each unit as a vector.
+  template <bool Writes> NOINLINE void sum_batch(const Place *at, int count, Batch &u) const {
+    const vd n = broadcast((double)nest.applied.n);
+    // Not cleared, which would take as long as short lines.
+    alignas(VB) unsigned char memory[LISTED * BATCH * sizeof(FlatTotals)];
+    FlatTotals *const totals = (FlatTotals *)memory;
+    C of_line[LISTED * BATCH];
+    alignas(VB) C first[BATCH] = {}, w[BATCH] = {}, gw[BATCH];
+    alignas(VB) double by_xhat[BATCH], by_grad[BATCH];
+    Total<vd> s1[BATCH / D], s2[BATCH / D];
+    each_list(at, count, job.dx, DX, [&](const Line *line, int64_t lines, int64_t of_each) {
+      sum_lines<Writes>(line, lines, u, of_line, totals);
+      // From a line to the next one of its unit, and to the same one of the next unit.
+      const int64_t down = across() ? count : 1, beside = across() ? 1 : of_each;
+      for (int64_t l = 0; l < of_each; l++) {  // as flat_sums
+        for (int k = 0; k < count; k++) {
+          first[k] = of_line[l * down + k * beside];
+          w[k] = *line[l * down + k * beside].weight;
+        }
+        for (int k = 0; k < BATCH; k++) gw[k] = first[k] * w[k];
+        for (int j = 0; j < BATCH; j += D) {
+          const auto values_of = [&](int which) __attribute__((always_inline)) {
+            Total<V> t[D];
+            for (int i = 0; i < D; i++)
+              t[i] = totals[l * down + smaller(j + i, count - 1) * beside].of[which];
+            return values(t);
+          };
+          const vd of_grad = values_of(0), of_xhat = values_of(1), weights = load_as_double(w + j);
+          const vd rest = load_as_double(gw + j) - load_as_double(u.first + j);
+          s1[j / D].add(weights * of_grad + rest * n);
+          s2[j / D].add(weights * of_xhat);
+          store(by_grad + j, load_as_double(first + j) * n + of_grad);
+          store(by_xhat + j, can_round<T> && rounded ? values_of(can_round<T> ? 2 : 1) : of_xhat);
+        }
+        for (int k = 0; task.sums && k < count; k++) {
+          double *const sums = line[l * down + k * beside].sums;
+          sums[0] = by_xhat[k];
+          sums[1] = by_grad[k];
+        }
+      }
+    });
+    const double size = (double)nest.group_size, divisor = divisor_of(task, size);
+    for (int j = 0; j < BATCH; j += D) {
+      const vd mean = load_as_double(u.first + j) + s1[j / D].each() / size;
+      store_rounded(u.mean + j, center ? -mean : vd{});
+      store_rounded(u.slope + j, -(s2[j / D].each() / divisor));
+    }
+  }
+  void differentiate_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
+    each_list(at, count, job.dx, DX, [&](const Line *line, int64_t lines, int64_t) {
+      differentiate_lines(line, lines, u, ahead);
+    });
+  }
+  NOINLINE void differentiate_lines(const Line *line, int64_t lines, const Batch &u,
+                                    int64_t ahead) const {
+    const int64_t n = nest.applied.n;
+    const bool streamed = job.streamed, given = task.running_mean;
+    for (const Line *const end = line + lines; line < end; line++)
+      derivative_line<T, false, false>(line->grad, line->x, line->out, n, u.constants(line->unit),
+                                       u.mean + line->unit, u.slope + line->unit, line->weight,
+                                       given, ahead, streamed);
   }
 
   NOINLINE int finish_backward(const Place &at, Unit &u, int64_t unit) const {

@@ -362,6 +362,7 @@ INLINE vd fold(vf v) {
   widen(v, half);
   return half[0] + half[1];
 }
+INLINE vd fold(vd v) { return v; }
 
 INLINE double sum(vd v) {
 #if defined(__AVX512F__)
@@ -379,6 +380,32 @@ INLINE double sum(vd v) {
 }
 INLINE double sum(vf v) { return sum(fold(v)); }
 
+// The sums of as many vectors as one has lanes, each to the bits of sum(vd).
+INLINE vd sum_each(const vd v[lanes<double>]) {
+#if defined(__AVX512F__)
+  const auto halves = [](vd a, vd b) __attribute__((always_inline)) {
+    return _mm512_add_pd(_mm512_shuffle_f64x2((__m512d)a, (__m512d)b, 0x44),
+                         _mm512_shuffle_f64x2((__m512d)a, (__m512d)b, 0xee));
+  };
+  const auto quarters = [](__m512d a, __m512d b) __attribute__((always_inline)) {
+    return _mm512_add_pd(_mm512_shuffle_f64x2(a, b, 0x88), _mm512_shuffle_f64x2(a, b, 0xdd));
+  };
+  const __m512d even = quarters(halves(v[0], v[2]), halves(v[4], v[6]));
+  const __m512d odd = quarters(halves(v[1], v[3]), halves(v[5], v[7]));
+  return (vd)_mm512_add_pd(_mm512_unpacklo_pd(even, odd), _mm512_unpackhi_pd(even, odd));
+#elif defined(__AVX__)
+  const auto halves = [](vd a, vd b) __attribute__((always_inline)) {
+    return _mm256_add_pd(_mm256_permute2f128_pd((__m256d)a, (__m256d)b, 0x20),
+                         _mm256_permute2f128_pd((__m256d)a, (__m256d)b, 0x31));
+  };
+  return (vd)_mm256_hadd_pd(halves(v[0], v[2]), halves(v[1], v[3]));
+#else
+  vd sums;
+  for (int j = 0; j < lanes<double>; j++) sums[j] = sum(v[j]);
+  return sums;
+#endif
+}
+
 // Sums of blocks, merged in order: floats in double, doubles with the rounding errors kept.
 template <class V> struct Total;
 template <> struct Total<vf> {
@@ -394,6 +421,20 @@ template <> struct Total<vd> {
     s = t;
   }
   INLINE double value() const { return sum(s) + sum(rest); }
+  // Of each lane. The error of an infinite sum is not a number.
+  INLINE vd each() const { return s - s == vd{} ? s + rest : s; }
 };
+
+// The values of as many totals as a vector of doubles has lanes.
+INLINE vd values(const Total<vf> t[lanes<double>]) {
+  vd s[lanes<double>];
+  for (int j = 0; j < lanes<double>; j++) s[j] = t[j].s;
+  return sum_each(s);
+}
+INLINE vd values(const Total<vd> t[lanes<double>]) {
+  vd s[lanes<double>], rest[lanes<double>];
+  for (int j = 0; j < lanes<double>; j++) s[j] = t[j].s, rest[j] = t[j].rest;
+  return sum_each(s) + sum_each(rest);
+}
 
 }  // namespace
