@@ -32,6 +32,8 @@ template <> constexpr double least_normal<double> = 0x1p-1022;
 // Sums run for 16 steps in the compute type before they are merged in something better: the rounding
 // errors of a long row stay those of a short one.
 constexpr int BLOCK = 16;
+// Elements of a block with two sums each: of gradients that share a weight.
+template <class T> constexpr int64_t FLAT = 2 * BLOCK * lanes<T>;
 
 inline bool finite(double v) { return v - v == 0; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -559,7 +561,7 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
   const bool flat = P == NOTHING && !job.weight && !job.bias;
   int64_t i = 0;
   do {
-    const int64_t end = smaller(n, i + (flat ? 2 : 1) * BLOCK * W);
+    const int64_t end = smaller(n, i + (flat ? FLAT<T> : BLOCK * W));
     V s1[2][R] = {}, s2[2][R] = {};
     for (; flat && i + 2 * W <= end; i += 2 * W)
       step(i, 0, s1[0], s2[0]), step(i + W, 0, s1[1], s2[1]);
@@ -569,8 +571,13 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
       i = end;
     }
     for (int k = 0; k < R; k++) {
-      if (Center) total1[k].add(s1[0][k] + s1[1][k]);
-      total2[k].add(s2[0][k] + s2[1][k]);
+      if (flat && n <= FLAT<T>) {
+        if (Center) total1[k].add_only(s1[0][k] + s1[1][k]);
+        total2[k].add_only(s2[0][k] + s2[1][k]);
+      } else {
+        if (Center) total1[k].add(s1[0][k] + s1[1][k]);
+        total2[k].add(s2[0][k] + s2[1][k]);
+      }
     }
   } while (i < n);
   if (!job.dx && !job.dropped_dx) return;

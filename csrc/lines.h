@@ -86,11 +86,15 @@ template <class T> struct OfLines {
       at[k] = p;
     }
   }
-  // As many units as stay in the second cache until they are applied.
+  // As many units as stay in a cache until they are applied: the second one for short lines, of which
+  // each costs more than its elements, and for those that lie in pages of their own, else the first.
   int together() const {
-    const int64_t bytes = BATCH * nest.group_size * (int64_t)sizeof(T) * (job.dx ? 2 : 1);
     const bool whole = nest.measured.parts == 1 && nest.applied.parts == 1 && !task.mask;
-    return whole && bytes <= 1 << 18 && (!job.singly || across()) ? BATCH : 1;
+    if (!whole || (job.singly && !across())) return 1;
+    const int64_t size = sizeof(T), line = nest.applied.n * size;
+    const int64_t fit = line <= (across() ? 1024 : 256) ? 1 << 18 : 24 << 10;
+    const int64_t units = fit / (nest.group_size * size * (job.dx ? 2 : 1));
+    return units > 1 ? (int)smaller(BATCH, units) : 1;
   }
   // Whether neighbours in memory are lines of different units.
   bool across() const {
@@ -108,16 +112,15 @@ template <class T> struct OfLines {
     int unit;
   };
   static constexpr int LISTED = 16;  // lines of each unit
-  // Lists the lines [begin, end) of each unit in the order of memory. Returns how many they are.
-  NOINLINE int64_t list(const Place *at, int count, int64_t begin, int64_t end, void *out, Array to,
+  // Lists the lines [begin, end) of each unit in the order of memory.
+  NOINLINE void list(const Place *at, int count, int64_t begin, int64_t end, void *out, Array to,
                         Line *line) const {
-    Line *next = line;
     const auto add = [&](const Place &p, const Place &from, int k) __attribute__((always_inline)) {
       const auto offset = [&](Array a) __attribute__((always_inline)) {
         return p.at[a] + (at[k].at[a] - from.at[a]);
       };
       const int64_t a = offset(AFFINE), g = offset(GRAD);
-      *next++ = {(const T *)job.x + offset(X), (const T *)job.grad + g, (T *)out + offset(to),
+      *line++ = {(const T *)job.x + offset(X), (const T *)job.grad + g, (T *)out + offset(to),
                  weight + a, bias + a, (double *)task.sums + 2 * offset(PIECE), k};
     };
     const Lines &lines = nest.applied;
@@ -132,16 +135,27 @@ template <class T> struct OfLines {
                                                 __attribute__((always_inline)) {
           add(p, at[k], k);
         });
-    return next - line;
   }
-  // f(lines, how many, the first one's number) for all lines of a batch, some of each unit at a time.
+  // f(lines, how many, how many of each unit) for all lines of a batch. listed: what the last call of it
+  // has listed may still stand there.
   template <class F>
-  INLINE void each_list(const Place *at, int count, void *out, Array to, const F &f) const {
-    Line line[LISTED * BATCH];
-    for (int64_t begin = 0; begin < nest.applied.count; begin += LISTED) {
-      const int64_t end = smaller(nest.applied.count, begin + LISTED);
-      f(line, list(at, count, begin, end, out, to, line), end - begin);
+  INLINE void each_list(const Place *at, int count, void *out, Array to, Line *line, bool listed,
+                        const F &f) const {
+    const int64_t all = nest.applied.count;
+    for (int64_t begin = 0; begin < all; begin += LISTED) {
+      const int64_t end = smaller(all, begin + LISTED);
+      if (!listed || all > LISTED) list(at, count, begin, end, out, to, line);
+      f(line, count * (end - begin), end - begin);
     }
+  }
+
+  // Outputs that lie in no near cache come there while the sums are made: a twelfth of backward from
+  // 1.5 MB on, where half a MB would take longer.
+  bool warms_output() const {
+    return !job.streamed && nest.groups * nest.group_size * (int64_t)sizeof(T) >= 1 << 20;
+  }
+  static INLINE void warm(const T *out, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(out + i, 1);
   }
   bool fetches() const { return fetches_ahead<T>(job, nest, nest.group_size); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
@@ -272,10 +286,13 @@ template <class T> struct OfLines {
     Total<V> s[BATCH], q[BATCH];
     const T *line[BATCH];
     for (int k = 0; k < count; k++) line[k] = x(at[k]);
-    if (Center) guess_means(line, count, u.k);
+    // Longer lines are read once from end to end: each guess right before its sums.
+    bool guess = Center && lines.n > NEAR;
+    if (Center && !guess) guess_means(line, count, u.k);
     each_line(lines, at[0], 0, lines.count, [&](const Place &p, int64_t) {
       for (int k = 0; k < count; k++) line[k] = x(at[k]) + (p.at[X] - at[0].at[X]);
-      add_lines<Center>(line, count, u.k, s, q);
+      add_lines<Center>(line, count, guess, u.k, s, q);
+      guess = false;
     });
     alignas(VB) double sums[BATCH], squares[BATCH], var[BATCH];
     for (int j = 0; j < BATCH; j += D) {
@@ -308,16 +325,17 @@ template <class T> struct OfLines {
     return true;
   }
   template <bool Center>
-  NOINLINE void add_lines(const T *const *line, int count, const C *shift, Total<V> *s,
+  NOINLINE void add_lines(const T *const *line, int count, bool guess, C *shift, Total<V> *s,
                           Total<V> *q) const {
     const int64_t n = nest.measured.n;
     for (int k = 0; k < count; k++) {
+      if (guess) shift[k] = guess_mean(line[k], n);
       add_sums<T, Center>(line[k], n, shift[k], s[k], q[k]);
     }
   }
   // guess_mean of each line.
   NOINLINE void guess_means(const T *const *line, int count, C *k) const {
-    const int64_t m = smaller(nest.measured.n, NEAR);
+    const int64_t m = nest.measured.n;
     C x0[BATCH] = {};
     vd near[BATCH] = {};
     for (int i = 0; i < count; i++) near[i] = fold(sum_near(line[i], m, x0 + i));
@@ -329,7 +347,8 @@ template <class T> struct OfLines {
   }
   template <bool PerElement>
   void apply_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
-    each_list(at, count, job.y, Y, [&](const Line *line, int64_t lines, int64_t) {
+    Line listed[LISTED * BATCH];
+    each_list(at, count, job.y, Y, listed, false, [&](const Line *line, int64_t lines, int64_t) {
       apply_lines<PerElement>(line, lines, u, ahead);
     });
   }
@@ -388,26 +407,41 @@ template <class T> struct OfLines {
     });
   }
 
+  // Lines of so many units that follow each other.
+  NOINLINE void apply_row(const Place &first, int64_t count) const {
+    const int64_t n = nest.applied.n;
+    const int64_t *step = nest.kept[0].step;
+    const int64_t x_step = step[X], y_step = step[Y], affine_step = step[AFFINE];
+    const bool rounds = rounded, streamed = job.streamed;
+    const T *v = x(first);
+    T *y = (T *)job.y + first.at[Y];
+    const C *w = weight + first.at[AFFINE], *b = bias + first.at[AFFINE];
+    Known<C> known(task, first);
+    for (int64_t i = 0; i < count; i++) {
+      const C hi = known.hi(), rstd = known.rstd(), shift = -known.lo() * rstd;
+      warm(y + 16 * 64 / sizeof(T), n);
+      apply_line<T, false, false>(v, y, n, {&hi, &shift, &rstd}, true, rounds, w, b, 0, streamed);
+      known.step();
+      v += x_step, y += y_step, w += affine_step, b += affine_step;
+    }
+  }
+  void activate_row(const Place &first, int64_t count) const {
+    Known<C> known(task, first);
+    Place p = first;
+    for (int64_t i = 0; i < count; i++) {
+      const C hi = known.hi(), rstd = known.rstd(), shift = -known.lo() * rstd;
+      normalize_and_activate<false>(p, {&hi, &shift, &rstd}, 0, nest.applied.n, 0);
+      known.step();
+      advance(p, nest.kept[0], 1);
+    }
+  }
   // By running statistics no group is needed as a whole. Short lines are taken in the order of memory:
   // 16 lines of 7 times 7 that belong to one channel lie in 16 pages, and took half as long again.
   NOINLINE void forward_in_order(int64_t unit, int64_t end) const {
-    constexpr int64_t LINE = 64 / sizeof(T);  // of a cache
     const int64_t n = nest.applied.n;
-    const int64_t *step = nest.kept[0].step;
     each_line(nest.applied, place(unit), 0, nest.applied.count, [&](const Place &first, int64_t) {
-      Known<C> known(task, first);
-      Place p = first;
-      for (int64_t i = unit; i < end; i++) {
-        const C hi = known.hi(), rstd = known.rstd(), shift = -known.lo() * rstd;
-        const Constants<C> constants = {&hi, &shift, &rstd};
-        const T *y = (const T *)job.y + p.at[Y];
-        for (int64_t j = 0; j < n; j += LINE) __builtin_prefetch(y + j + 16 * LINE, 1);
-        if (job.activation) normalize_and_activate<false>(p, constants, 0, n, 0);
-        else normalize<false>(p, constants, 0, n, 0);
-        known.step();
-        p.at[X] += step[X], p.at[Y] += step[Y], p.at[GRAD] += step[GRAD];
-        p.at[AFFINE] += step[AFFINE];
-      }
+      if (job.activation) activate_row(first, end - unit);
+      else apply_row(first, end - unit);
     });
     Place at = place(unit);
     for (int64_t i = unit; i < end; i++, advance(at, nest.kept[0], 1))
@@ -455,50 +489,55 @@ template <class T> struct OfLines {
   };
 
   // Sums of grad - first, of grad * xhat, and where that is rounded of grad * the rounded one.
-  struct FlatTotals { Total<V> of[can_round<T> ? 3 : 2]; };
-  // Those of a line with one weight. first: its first gradient, so that the sum of equal ones is exact.
-  // Writes: dx too, where running statistics normalize.
+  struct FlatSums { V of[can_round<T> ? 3 : 2]; };
+  // Those of a block of a line with one weight. first: the line's first gradient, so that the sum of
+  // equal ones is exact. Writes: dx too, where running statistics normalize.
   template <bool Writes>
-  INLINE FlatTotals flat_totals(const T *g, const T *x, int64_t n, const Constants<C> &constants,
-                                C first, C weight, T *dx) const {
-    FlatTotals t;
+  INLINE FlatSums flat_block(const T *g, const T *x, int64_t n, const Constants<C> &constants,
+                             C first, C weight, T *dx) const {
     const bool rounds = can_round<T> && rounded;
     const Standardize<T, false> standardized(constants);
+    V s1[2] = {}, s2[2] = {}, s3[2] = {};
+    const auto add = [&](int64_t i, int64_t tail, int j) __attribute__((always_inline)) {
+      const V grad = tail ? load(g + i, tail) : load(g + i);
+      V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
+      if (tail) v = keep(v, tail);
+      s1[j] += tail ? keep(grad - first, tail) : grad - first;
+      s2[j] = fma(v, grad, s2[j]);
+      if (rounds) s3[j] = fma(round_as<T>(v), grad, s3[j]);
+      if (!Writes) return;
+      const V derivative = grad * weight * standardized.rstd(i, tail);
+      if (tail) store(dx + i, derivative, tail);
+      else store(dx + i, derivative);
+    };
     int64_t i = 0;
-    do {
-      const int64_t end = smaller(n, i + 2 * BLOCK * W);
-      V s1[2] = {}, s2[2] = {}, s3[2] = {};
-      const auto add = [&](int64_t i, int64_t tail, int j) __attribute__((always_inline)) {
-        const V grad = tail ? load(g + i, tail) : load(g + i);
-        V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
-        if (tail) v = keep(v, tail);
-        s1[j] += tail ? keep(grad - first, tail) : grad - first;
-        s2[j] = fma(v, grad, s2[j]);
-        if (rounds) s3[j] = fma(round_as<T>(v), grad, s3[j]);
-        if (!Writes) return;
-        const V derivative = grad * weight * standardized.rstd(i, tail);
-        if (tail) store(dx + i, derivative, tail);
-        else store(dx + i, derivative);
-      };
-      for (; i + 2 * W <= end; i += 2 * W) add(i, 0, 0), add(i + W, 0, 1);
-      if (i + W <= end) add(i, 0, 0), i += W;
-      if (i < end) add(i, end - i, 1), i = end;
-      t.of[0].add(s1[0] + s1[1]);
-      t.of[1].add(s2[0] + s2[1]);
-      if (rounds) t.of[can_round<T> ? 2 : 0].add(s3[0] + s3[1]);
-    } while (i < n);
-    return t;
+    for (; i + 2 * W <= n; i += 2 * W) add(i, 0, 0), add(i + W, 0, 1);
+    if (i + W <= n) add(i, 0, 0), i += W;
+    if (i < n) add(i, n - i, 1);
+    FlatSums sums;
+    sums.of[0] = s1[0] + s1[1];
+    sums.of[1] = s2[0] + s2[1];
+    if (can_round<T>) sums.of[can_round<T> ? 2 : 0] = s3[0] + s3[1];
+    return sums;
   }
   INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight,
                              T *dx) const {
     const C first = (C)get(g);
-    const FlatTotals t = dx ? flat_totals<true>(g, x, n, u.constants(), first, weight, dx)
-                            : flat_totals<false>(g, x, n, u.constants(), first, weight, dx);
-    const double of_grad = t.of[0].value();
+    Total<V> t[can_round<T> ? 3 : 2];
+    for (int64_t i = 0; i < n; i += FLAT<T>) {
+      const int64_t m = smaller(FLAT<T>, n - i);
+      const FlatSums block =
+          dx ? flat_block<true>(g + i, x + i, m, u.constants(), first, weight, dx + i)
+             : flat_block<false>(g + i, x + i, m, u.constants(), first, weight, nullptr);
+      for (int j = 0; j < (can_round<T> && rounded ? 3 : 2); j++)
+        if (n <= FLAT<T>) t[j].add_only(block.of[j]);
+        else t[j].add(block.of[j]);
+    }
+    const double of_grad = t[0].value();
     PieceSums sums = {};
     sums.grad = (double)first * (double)n + of_grad;
-    sums.by_xhat = t.of[1].value();
-    sums.by_rounded = rounded ? t.of[can_round<T> ? 2 : 1].value() : sums.by_xhat;
+    sums.by_xhat = t[1].value();
+    sums.by_rounded = rounded ? t[can_round<T> ? 2 : 1].value() : sums.by_xhat;
     // Of the first element as the derivative rounds it, so that equal ones cancel.
     sums.s1 = (double)weight * of_grad +
               ((double)(C)(first * weight) - (double)u.first) * (double)n;
@@ -612,7 +651,7 @@ template <class T> struct OfLines {
 
   // As forward_together.
   bool backward_together(const Place *at, int count, int64_t ahead) const {
-    if (count == 1 || per_element) return false;
+    if (count == 1 || per_element || nest.applied.n > FLAT<T>) return false;
     Batch u;
     for (int k = 0; k < count; k++) {
       const Known<C> known(task, at[k]);
@@ -622,38 +661,45 @@ template <class T> struct OfLines {
       u.shift[k] = -known.lo() * u.rstd[k];
       if (center && !task.running_mean) u.first[k] = (C)get(grad(at[k])) * weight[at[k].at[AFFINE]];
     }
+    Line line[LISTED * BATCH];
     if (at_once() && job.dx) {
-      sum_batch<true>(at, count, u);
+      sum_batch<true>(at, count, u, line);
       return true;
     }
-    if (task.sums || !task.running_mean) sum_batch<false>(at, count, u);
+    const bool sums = task.sums || !task.running_mean;
+    if (sums) sum_batch<false>(at, count, u, line);
     for (int k = 0; !task.running_mean && k < count; k++)
       if (!finite(u.mean[k]) || !finite(u.slope[k])) return false;
-    if (job.dx) differentiate_batch(at, count, u, ahead);
+    if (!job.dx) return true;
+    each_list(at, count, job.dx, DX, line, sums, [&](const Line *line, int64_t lines, int64_t) {
+      differentiate_lines(line, lines, u, ahead);
+    });
     return true;
   }
   template <bool Writes>
   NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, C *first,
-                          FlatTotals *totals) const {
+                          FlatSums *sums) const {
     const int64_t n = nest.applied.n;
-    for (const Line *const end = line + lines; line < end; line++, first++, totals++) {
+    const bool warms = !Writes && job.dx && warms_output();
+    for (const Line *const end = line + lines; line < end; line++, first++, sums++) {
       *first = (C)get(line->grad);
-      *totals = flat_totals<Writes>(line->grad, line->x, n, u.constants(line->unit), *first,
-                                    Writes ? *line->weight : 0, line->out);
+      if (warms) warm(line->out, n);
+      *sums = flat_block<Writes>(line->grad, line->x, n, u.constants(line->unit), *first,
+                                 Writes ? *line->weight : 0, line->out);
     }
   }
   // Sums of lines in the order of memory, then of one line of each unit as a vector.
-  template <bool Writes> NOINLINE void sum_batch(const Place *at, int count, Batch &u) const {
+  template <bool Writes>
+  NOINLINE void sum_batch(const Place *at, int count, Batch &u, Line *listed) const {
     const vd n = broadcast((double)nest.applied.n);
-    // Not cleared, which would take as long as short lines.
-    alignas(VB) unsigned char memory[LISTED * BATCH * sizeof(FlatTotals)];
-    FlatTotals *const totals = (FlatTotals *)memory;
+    FlatSums sums[LISTED * BATCH];
     C of_line[LISTED * BATCH];
     alignas(VB) C first[BATCH] = {}, w[BATCH] = {}, gw[BATCH];
     alignas(VB) double by_xhat[BATCH], by_grad[BATCH];
     Total<vd> s1[BATCH / D], s2[BATCH / D];
-    each_list(at, count, job.dx, DX, [&](const Line *line, int64_t lines, int64_t of_each) {
-      sum_lines<Writes>(line, lines, u, of_line, totals);
+    each_list(at, count, job.dx, DX, listed, false, [&](const Line *line, int64_t lines,
+                                                        int64_t of_each) {
+      sum_lines<Writes>(line, lines, u, of_line, sums);
       // From a line to the next one of its unit, and to the same one of the next unit.
       const int64_t down = across() ? count : 1, beside = across() ? 1 : of_each;
       for (int64_t l = 0; l < of_each; l++) {  // as flat_sums
@@ -664,10 +710,10 @@ template <class T> struct OfLines {
         for (int k = 0; k < BATCH; k++) gw[k] = first[k] * w[k];
         for (int j = 0; j < BATCH; j += D) {
           const auto values_of = [&](int which) __attribute__((always_inline)) {
-            Total<V> t[D];
+            V v[D];
             for (int i = 0; i < D; i++)
-              t[i] = totals[l * down + smaller(j + i, count - 1) * beside].of[which];
-            return values(t);
+              v[i] = sums[l * down + smaller(j + i, count - 1) * beside].of[which];
+            return block_sums(v);
           };
           const vd of_grad = values_of(0), of_xhat = values_of(1), weights = load_as_double(w + j);
           const vd rest = load_as_double(gw + j) - load_as_double(u.first + j);
@@ -677,9 +723,9 @@ template <class T> struct OfLines {
           store(by_xhat + j, can_round<T> && rounded ? values_of(can_round<T> ? 2 : 1) : of_xhat);
         }
         for (int k = 0; task.sums && k < count; k++) {
-          double *const sums = line[l * down + k * beside].sums;
-          sums[0] = by_xhat[k];
-          sums[1] = by_grad[k];
+          double *const at = line[l * down + k * beside].sums;
+          at[0] = by_xhat[k];
+          at[1] = by_grad[k];
         }
       }
     });
@@ -689,11 +735,6 @@ template <class T> struct OfLines {
       store_rounded(u.mean + j, center ? -mean : vd{});
       store_rounded(u.slope + j, -(s2[j / D].each() / divisor));
     }
-  }
-  void differentiate_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
-    each_list(at, count, job.dx, DX, [&](const Line *line, int64_t lines, int64_t) {
-      differentiate_lines(line, lines, u, ahead);
-    });
   }
   NOINLINE void differentiate_lines(const Line *line, int64_t lines, const Batch &u,
                                     int64_t ahead) const {
