@@ -287,7 +287,7 @@ template <class T> struct OfLines {
     const T *line[BATCH];
     for (int k = 0; k < count; k++) line[k] = x(at[k]);
     // Longer lines are read once from end to end: each guess right before its sums.
-    bool guess = Center && lines.n > NEAR;
+    bool guess = Center && lines.n * (int64_t)sizeof(T) > 512;
     if (Center && !guess) guess_means(line, count, u.k);
     each_line(lines, at[0], 0, lines.count, [&](const Place &p, int64_t) {
       for (int k = 0; k < count; k++) line[k] = x(at[k]) + (p.at[X] - at[0].at[X]);
@@ -335,7 +335,7 @@ template <class T> struct OfLines {
   }
   // guess_mean of each line.
   NOINLINE void guess_means(const T *const *line, int count, C *k) const {
-    const int64_t m = nest.measured.n;
+    const int64_t m = smaller(nest.measured.n, NEAR);
     C x0[BATCH] = {};
     vd near[BATCH] = {};
     for (int i = 0; i < count; i++) near[i] = fold(sum_near(line[i], m, x0 + i));
