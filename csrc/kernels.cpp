@@ -32,6 +32,8 @@ template <> constexpr double least_normal<double> = 0x1p-1022;
 // Sums run for 16 steps in the compute type before they are merged in something better: the rounding
 // errors of a long row stay those of a short one.
 constexpr int BLOCK = 16;
+// Elements of a block with two sums each: of gradients that share a weight.
+template <class T> constexpr int64_t FLAT = 2 * BLOCK * lanes<T>;
 
 inline bool finite(double v) { return v - v == 0; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -48,15 +50,21 @@ template <class T, int R> struct Moments {
 };
 
 // A value near the mean, exactly the common value if all elements are equal.
-template <class T> INLINE Scalar<T> guess_mean(const T *x, int64_t n) {
+constexpr int64_t NEAR = 64;  // elements that it is the mean of
+template <class T> INLINE Vector<T> sum_near(const T *x, int64_t m, Scalar<T> *x0) {
   constexpr int W = lanes<T>;
-  const int64_t m = smaller(n, 64);
-  const Scalar<T> x0 = (m < W ? load(x, m) : load(x))[0];
+  *x0 = (m < W ? load(x, m) : load(x))[0];
   Vector<T> s = {};
   int64_t i = 0;
-  for (; i + W <= m; i += W) s += load(x + i) - x0;
-  if (i < m) s += keep(load(x + i, m - i) - x0, m - i);
-  return x0 + (Scalar<T>)(m == 64 ? sum(s) * (1.0 / 64) : sum(s) / (double)m);
+  for (; i + W <= m; i += W) s += load(x + i) - *x0;
+  if (i < m) s += keep(load(x + i, m - i) - *x0, m - i);
+  return s;
+}
+template <class T> INLINE Scalar<T> guess_mean(const T *x, int64_t n) {
+  const int64_t m = smaller(n, NEAR);
+  Scalar<T> x0;
+  const double s = sum(sum_near(x, m, &x0));
+  return x0 + (Scalar<T>)(m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
 }
 
 struct Sums { double s, q; };  // of x - k and of its square
@@ -93,8 +101,10 @@ INLINE void add_sums(const T *x, int64_t n, Scalar<T> k, Total<Vector<T>> &total
       q[1] = fma(d, d, q[1]);
       i = end;
     }
-    if (Center) total_s.add((s[0] + s[1]) + (s[2] + s[3]));
-    total_q.add((q[0] + q[1]) + (q[2] + q[3]));
+    // Nothing has come to the others, and adding it takes as long as a short line.
+    const bool two = n < 4 * W;
+    if (Center) total_s.add(two ? s[0] + s[1] : (s[0] + s[1]) + (s[2] + s[3]));
+    total_q.add(two ? q[0] + q[1] : (q[0] + q[1]) + (q[2] + q[3]));
   } while (i < n);
 }
 
@@ -141,9 +151,12 @@ INLINE Settled<Scalar<T>> settle(double eps, Scalar<T> hi, Sums a, double n, dou
 // whose sums are no better than its result, beyond half of that. A second pass is enough: the 64
 // elements of the guess belong to the row, so it is never off by more than sqrt(n / 64) deviations.
 template <class T, bool Center, int R>
-INLINE Moments<T, R> moments(const T *const x[R], int64_t n, double eps, double divisor) {
+INLINE Moments<T, R> moments(const Job &job, int64_t r) {
   Moments<T, R> m;
   Sums a[R];
+  const int64_t n = job.n;
+  const T *x[R];
+  for (int k = 0; k < R; k++) x[k] = (const T *)job.x + (r + k) * job.x_stride;
 #pragma GCC unroll 1
   for (int k = 0; k < R; k++) {
     m.hi[k] = Center ? guess_mean(x[k], n) : 0;
@@ -158,18 +171,14 @@ INLINE Moments<T, R> moments(const T *const x[R], int64_t n, double eps, double 
   m.redo = false;
   // All rows at once: the latencies of the root and of the divisions overlap.
   for (int k = 0; k < R; k++) {
-    const Settled<Scalar<T>> found = settle<T, Center>(eps, m.hi[k], a[k], (double)n, divisor);
+    const Settled<Scalar<T>> found =
+        settle<T, Center>(job.eps, m.hi[k], a[k], (double)n, job.divisor);
     m.lo[k] = found.lo;
     m.rstd[k] = found.rstd;
     m.var[k] = found.var;
     m.redo |= found.redo;
   }
   return m;
-}
-template <class T, bool Center, int R> INLINE Moments<T, R> moments(const Job &job, int64_t r) {
-  const T *x[R];
-  for (int k = 0; k < R; k++) x[k] = (const T *)job.x + (r + k) * job.x_stride;
-  return moments<T, Center, R>(x, job.n, job.eps, job.divisor);
 }
 
 // The constants of a row, broadcast.
@@ -552,7 +561,7 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
   const bool flat = P == NOTHING && !job.weight && !job.bias;
   int64_t i = 0;
   do {
-    const int64_t end = smaller(n, i + (flat ? 2 : 1) * BLOCK * W);
+    const int64_t end = smaller(n, i + (flat ? FLAT<T> : BLOCK * W));
     V s1[2][R] = {}, s2[2][R] = {};
     for (; flat && i + 2 * W <= end; i += 2 * W)
       step(i, 0, s1[0], s2[0]), step(i + W, 0, s1[1], s2[1]);
@@ -562,8 +571,13 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
       i = end;
     }
     for (int k = 0; k < R; k++) {
-      if (Center) total1[k].add(s1[0][k] + s1[1][k]);
-      total2[k].add(s2[0][k] + s2[1][k]);
+      if (flat && n <= FLAT<T>) {
+        if (Center) total1[k].add_only(s1[0][k] + s1[1][k]);
+        total2[k].add_only(s2[0][k] + s2[1][k]);
+      } else {
+        if (Center) total1[k].add(s1[0][k] + s1[1][k]);
+        total2[k].add(s2[0][k] + s2[1][k]);
+      }
     }
   } while (i < n);
   if (!job.dx && !job.dropped_dx) return;
@@ -700,65 +714,64 @@ void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t 
 
 // ---- the nests: whole units, or steps of them
 
-template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end, void *slots) {
+// body(places, units, first unit, distance to x of those that come next or 0), for up to `most` units
+// at a time.
+template <class Of, class Body>
+INLINE void each_batch(const Of &of, int64_t unit, int64_t end, int most, bool fetches,
+                       const Body &body) {
+  Place at[Of::TOGETHER];
+  for (int count; unit < end; unit += count) {
+    count = (int)smaller(most, end - unit);
+    of.places(unit, count, at);
+    const bool ahead = fetches && unit + count < end;
+    body(at, count, unit, ahead ? of.place(unit + count).at[X] - at[0].at[X] : 0);
+  }
+}
+
+template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end, void *slot) {
   const Of of{task};
   if (task.nest->in_order) return of.forward_in_order(unit, end);
   const int64_t parts = task.nest->measured.parts;
   const bool known = knows_statistics(task), fetches = !known && of.fetches();
-  const auto measure = [&](const Place &at, auto &u) {
-    for (int64_t p = 0; p < parts && !known; p++) of.sum(at, u, p);
+  const auto one = [&](const Place &at, int64_t unit, int64_t ahead) {
+    auto &u = of.unit_in(slot, unit);
+    u.ahead = ahead;
+    const auto measure = [&] {
+      for (int64_t p = 0; p < parts && !known; p++) of.sum(at, u, p);
+    };
+    of.start(at, u);
+    measure();
+    while (!known && of.finish(at, u) == 1) measure();
+    // Backwards: what was read last is near.
+    for (int64_t p = task.nest->applied.parts; p-- > 0;) of.apply(at, u, p);
+    if (u.repair) of.repair(at, u);
   };
-  while (unit < end) {
-    const int count = (int)smaller(of.together(), end - unit);
-    Place at[Of::TOGETHER];
-    typename Of::Unit *u[Of::TOGETHER];
-    for (int k = 0; k < count; k++) {
-      at[k] = of.place(unit + k);
-      u[k] = &of.unit_in((char *)slots + k * of.slot(), unit + k);
-      if (fetches && unit + k + count < end)
-        u[k]->ahead = of.place(unit + k + count).at[X] - at[k].at[X];
-    }
-    if (count < Of::TOGETHER || !of.measure_together(at, u)) {
-      for (int k = 0; k < count; k++) {
-        of.start(at[k], *u[k]);
-        measure(at[k], *u[k]);
-      }
-      for (int k = 0; k < count && !known; k++)
-        while (of.finish(at[k], *u[k]) == 1) measure(at[k], *u[k]);
-    }
-    for (int k = 0; k < count; k++) {
-      // Backwards: what was read last is near.
-      for (int64_t p = task.nest->applied.parts; p-- > 0;) of.apply(at[k], *u[k], p);
-      if (u[k]->repair) of.repair(at[k], *u[k]);
-    }
-    unit += count;
-  }
+  each_batch(of, unit, end, of.together(), fetches,
+             [&](const Place *at, int count, int64_t unit, int64_t ahead) {
+               if (of.forward_together(at, count, ahead)) return;
+               for (int k = 0; k < count; k++) one(at[k], unit + k, ahead);
+             });
 }
-template <class Of> void backward_all(const Task &task, int64_t unit, int64_t end, void *slots) {
+template <class Of> void backward_all(const Task &task, int64_t unit, int64_t end, void *slot) {
   const Of of{task};
   const int64_t parts = task.nest->applied.parts;
   // x and the gradient have the same strides in most cases; where not, nothing is lost.
   const bool fetches = !task.running_mean && of.fetches();
-  while (unit < end) {
-    const int count = (int)smaller(of.together(), end - unit);
-    Place at[Of::TOGETHER];
-    typename Of::Unit *u[Of::TOGETHER];
-    for (int k = 0; k < count; k++) {
-      at[k] = of.place(unit + k);
-      u[k] = &of.unit_in((char *)slots + k * of.slot(), unit + k);
-      if (fetches && unit + k + count < end)
-        u[k]->ahead = of.place(unit + k + count).at[X] - at[k].at[X];
-      of.start_backward(at[k], *u[k]);
-      for (int64_t p = 0; p < parts && (task.sums || !task.running_mean); p++)
-        of.sum_backward(at[k], *u[k], p, unit + k);
-    }
-    for (int k = 0; k < count; k++) of.finish_backward(at[k], *u[k], unit + k);
-    for (int k = 0; k < count; k++) {
-      for (int64_t p = parts; p-- > 0;) of.apply_backward(at[k], *u[k], p);
-      if (u[k]->repair) of.repair_backward(at[k], *u[k]);
-    }
-    unit += count;
-  }
+  const auto one = [&](const Place &at, int64_t unit, int64_t ahead) {
+    auto &u = of.unit_in(slot, unit);
+    u.ahead = ahead;
+    of.start_backward(at, u);
+    for (int64_t p = 0; p < parts && (task.sums || !task.running_mean); p++)
+      of.sum_backward(at, u, p, unit);
+    of.finish_backward(at, u, unit);
+    for (int64_t p = parts; p-- > 0;) of.apply_backward(at, u, p);
+    if (u.repair) of.repair_backward(at, u);
+  };
+  each_batch(of, unit, end, of.together(), fetches,
+             [&](const Place *at, int count, int64_t unit, int64_t ahead) {
+               if (of.backward_together(at, count, ahead)) return;
+               for (int k = 0; k < count; k++) one(at[k], unit + k, ahead);
+             });
 }
 
 template <class Of> int forward_one(const Task &task, int step, int64_t unit, int64_t part) {
@@ -789,8 +802,7 @@ template <class Of> int backward_one(const Task &task, int step, int64_t unit, i
 }
 
 int64_t slot(const Nest *nest) {
-  return nest->lanes ? OfLanes<float>::TOGETHER * lane_slot(*nest)
-                     : OfLines<float>::TOGETHER * line_slot(*nest);
+  return nest->lanes ? lane_slot(*nest) : line_slot(*nest);
 }
 
 // Sums of large terms may overflow on the way though they cancel in the end. Where one for an element
@@ -862,12 +874,15 @@ double sum_again(const Task &task, int64_t a, bool by_xhat) {
 struct Rest {
   Lines loops;  // no more than is used: to clear all of it takes as long as to add up what is found
   Place at = {};
+  int64_t follow = 1, step = 0;  // so many indices follow each other, so many pieces apart
   Rest(const Nest &nest, int64_t index) {
     loops.loops = 0;
     loops.count = 1;
     const auto see = [&](const Loop &loop) {
       if (loop.step[AFFINE]) {
-        advance(at, loop, index / loop.step[AFFINE] % loop.size);
+        const int64_t i = index / loop.step[AFFINE] % loop.size;
+        advance(at, loop, i);
+        if (loop.step[AFFINE] == 1) follow = loop.size - i, step = loop.step[PIECE];
       } else {
         loops.loop[loops.loops++] = loop;
         loops.count *= loop.size;
@@ -893,20 +908,24 @@ void merge_lanes(const Task &task, int64_t a, int64_t n, double *by_xhat, double
     for (int64_t j = 0; j < n; j++) by_grad[j] += sums[pitch + first + j];
   });
 }
-// Lines with one weight each.
-void merge_lines(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
+// Lines with one weight each: up to n of them that follow each other along a loop. Returns how many.
+int64_t merge_lines(const Task &task, int64_t a, int64_t n, double *by_xhat, double *by_grad) {
   const Nest &nest = *task.nest;
   const Rest rest(nest, a);
-  double total[2] = {};
+  constexpr int64_t MOST = 16;
+  double xhat[MOST] = {}, grad[MOST] = {};
+  n = smaller(smaller(n, MOST), rest.follow);
   each_line(rest.loops, rest.at, 0, rest.loops.count, [&](const Place &p, int64_t) {
     const double *sums = (const double *)task.sums + 2 * p.at[PIECE];
-    for (int64_t i = 0; i < nest.applied.split; i++) {
-      total[0] += sums[2 * i];
-      total[1] += sums[2 * i + 1];
-    }
+    for (int64_t j = 0; j < n; j++, sums += 2 * rest.step)
+      for (int64_t i = 0; i < nest.applied.split; i++) {
+        xhat[j] += sums[2 * i];
+        grad[j] += sums[2 * i + 1];
+      }
   });
-  *by_xhat = total[0];
-  *by_grad = total[1];
+  memcpy(by_xhat, xhat, (size_t)n * sizeof *xhat);
+  memcpy(by_grad, grad, (size_t)n * sizeof *grad);
+  return n;
 }
 // All others: chunks of units have added to arrays of their own.
 void merge_chunks(const Task &task, int64_t a, double *by_xhat, double *by_grad) {
@@ -927,12 +946,13 @@ void merge_affine(const Task *task, double *dweight, double *dbias, int64_t begi
   const Nest &nest = *task->nest;
   for (int64_t a = begin, n = 1; a < end; a += n) {
     if (!nest.lanes && !nest.per_element) {
-      merge_lines(*task, a, dweight + a, dbias + a);
+      n = merge_lines(*task, a, end - a, dweight + a, dbias + a);
     } else if (nest.lanes && nest.per_element && !nest.mixed) {
       const int64_t lane = a % nest.width, tile_end = (lane / nest.tile + 1) * nest.tile;
       n = smaller(end - a, smaller(tile_end, nest.width) - lane);
       merge_lanes(*task, a, n, dweight + a, dbias + a);
     } else {
+      n = 1;
       merge_chunks(*task, a, dweight + a, dbias + a);
     }
   }

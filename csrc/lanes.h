@@ -108,6 +108,7 @@ template <class T> struct OfLanes {
     p.at[RUNNING] += lane / nest.fold * nest.running_step;
     return p;
   }
+  void places(int64_t unit, int, Place *at) const { *at = place(unit); }
   Unit &unit_in(void *slot, int64_t unit) const {
     Unit &u = lane_unit<C>(nest, slot);
     u.ahead = 0;
@@ -117,7 +118,6 @@ template <class T> struct OfLanes {
   }
   static int together() { return TOGETHER; }
   bool fetches() const { return fetches_ahead<T>(job, nest, nest.tile * nest.applied.count); }
-  int64_t slot() const { return lane_slot(nest); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }
   const T *grad(const Place &p) const { return (const T *)job.grad + p.at[GRAD]; }
@@ -391,33 +391,17 @@ template <class T> struct OfLanes {
   }
 
   // hi, lo, rstd and the variance of each lane from the sums around k; whether some are unsafe.
-  // As settle, a vector of lanes at a time.
   NOINLINE bool settle_lanes(Unit &u, const double *s, const double *q, double *var) const {
     constexpr int D = lanes<double>;
-    const vd zero = {}, one = broadcast(1.0);
-    const bool little = job.eps < tiny<C>;
-    vl any = {};
+    vl unsafe = {};
     for (int64_t j = 0; j < round_up(u.lanes, D); j += D) {
-      const vd sum = load(s + j), count = load(u.count + j), free = count - task.correction;
-      const vd mean = sum / (count > zero ? count : one);
-      const vd squares = load(q + j) - sum * mean;
-      const vd v = (squares < zero ? zero : squares) / (free > zero ? free : one);
-      const vd deviation = square_root(v + job.eps);
-      const vd hi = store_rounded(u.hi + j, load_as_double(u.k + j));
-      const vd lo = store_rounded(u.lo + j, mean);
-      const vd rstd = store_rounded(u.rstd + j, deviation == zero ? zero : one / deviation);
-      store(var + j, v);
-      vl redo = (v - v != zero) | ((rstd < (double)least_normal<C>) & (rstd >= zero));
-      if (little) redo |= v < tiny<C>;
-      if (center)
-        redo |= ((magnitude(hi + lo) < tiny<C>) & ((hi != zero) | (lo != zero))) |
-                ((lo == zero) & (sum != zero));
-      redo &= count > zero;
-      any |= redo;
+      const vd count = load(u.count + j);
+      const vl redo = settle_some(task, load(s + j), load(q + j), count, u.k + j, u.hi + j,
+                                  u.lo + j, u.rstd + j, var + j) & (count > vd{});
+      unsafe |= redo;
       for (int i = 0; i < D; i++) u.unsafe[j + i] = redo[i] != 0;
     }
-    for (int i = 1; i < D; i++) any[0] |= any[i];
-    return any[0] != 0;
+    return any(unsafe);
   }
 
   void save_lanes(const Place &at, const Unit &u, const double *var) const {
@@ -426,7 +410,8 @@ template <class T> struct OfLanes {
       save_statistics(task, index, u.hi[j], u.lo[j], u.rstd[j], var[j], u.count[j]);
   }
 
-  static bool measure_together(const Place *, Unit *const *) { return false; }
+  static bool forward_together(const Place *, int, int64_t) { return false; }
+  static bool backward_together(const Place *, int, int64_t) { return false; }
   static void forward_in_order(int64_t, int64_t) {}
 
   void apply(const Place &at, const Unit &u, int64_t part) const {

@@ -11,12 +11,21 @@ template <class C> struct LineUnit {
   C hi, lo, shift, rstd;
   C first, mean, slope;     // backward
   double count;             // of valid elements
-  int64_t ahead;            // from x of this unit to that of the next one, 0 if none is fetched
+  int64_t ahead;            // from x of this unit to that of a later one, 0 if none is fetched
   int passes;
   bool unsafe;              // hi, lo, rstd are no use: the slow path
   bool repair;              // the output has to be done again
   double part[][2];
   Constants<C> constants() const { return {&hi, &shift, &rstd}; }
+};
+
+// Short groups one after the other would wait for each root and division. So many of them are settled
+// as lanes of vectors, to the same bits.
+constexpr int BATCH = 8;
+template <class C> struct LineBatch {
+  alignas(VB) C k[BATCH] = {}, hi[BATCH], lo[BATCH], shift[BATCH], rstd[BATCH];
+  alignas(VB) C first[BATCH] = {}, mean[BATCH], slope[BATCH];
+  Constants<C> constants(int i) const { return {hi + i, shift + i, rstd + i}; }
 };
 
 inline int64_t line_slot(const Nest &nest) {
@@ -43,9 +52,10 @@ template <class T> struct OfLines {
   typedef Scalar<T> C;
   typedef Vector<T> V;
   typedef LineUnit<C> Unit;
-  // Short groups one after the other would wait for each root and division.
-  static constexpr int TOGETHER = 4;
-  static constexpr int W = lanes<T>;
+  typedef LineBatch<C> Batch;
+  static constexpr int TOGETHER = BATCH;
+  static constexpr int W = lanes<T>, D = lanes<double>;
+  static_assert(BATCH % D == 0 && D <= W, "whole vectors");
 
   const Task &task;
   const Job &job = *task.job;
@@ -64,13 +74,90 @@ template <class T> struct OfLines {
     u.ahead = 0;
     return u;
   }
-  // As many units as stay in the first cache until they are applied.
+  void places(int64_t unit, int count, Place *at) const {
+    at[0] = place(unit);
+    if (count == 1) return;
+    const Loop &inner = nest.kept[nest.kept_loops - 1];
+    int64_t index = unit % inner.size;
+    Place p = at[0];
+    for (int k = 1; k < count; k++) {
+      if (++index < inner.size) advance(p, inner, 1);
+      else p = place(unit + k), index = 0;
+      at[k] = p;
+    }
+  }
+  // As many units as stay in a cache until they are applied: the second one for short lines, of which
+  // each costs more than its elements, and for those that lie in pages of their own, else the first.
   int together() const {
-    const bool fit = TOGETHER * nest.group_size * (int64_t)sizeof(T) <= 1 << 15;
-    return fit && !job.singly ? TOGETHER : 1;
+    const bool whole = nest.measured.parts == 1 && nest.applied.parts == 1 && !task.mask;
+    if (!whole || (job.singly && !across())) return 1;
+    const int64_t size = sizeof(T), line = nest.applied.n * size;
+    const int64_t fit = line <= (across() ? 1024 : 256) ? 1 << 18 : 24 << 10;
+    const int64_t units = fit / (nest.group_size * size * (job.dx ? 2 : 1));
+    return units > 1 ? (int)smaller(BATCH, units) : 1;
+  }
+  // Whether neighbours in memory are lines of different units.
+  bool across() const {
+    if (!nest.kept_loops || !nest.applied.loops) return false;
+    const int64_t unit = nest.kept[nest.kept_loops - 1].step[X];
+    const int64_t line = nest.applied.loop[nest.applied.loops - 1].step[X];
+    return __builtin_llabs(unit) < __builtin_llabs(line);
+  }
+  // A line of a unit of a batch.
+  struct Line {
+    const T *x, *grad;
+    T *out;
+    const C *weight, *bias;
+    double *sums;
+    int unit;
+  };
+  static constexpr int LISTED = 16;  // lines of each unit
+  // Lists the lines [begin, end) of each unit in the order of memory.
+  NOINLINE void list(const Place *at, int count, int64_t begin, int64_t end, void *out, Array to,
+                        Line *line) const {
+    const auto add = [&](const Place &p, const Place &from, int k) __attribute__((always_inline)) {
+      const auto offset = [&](Array a) __attribute__((always_inline)) {
+        return p.at[a] + (at[k].at[a] - from.at[a]);
+      };
+      const int64_t a = offset(AFFINE), g = offset(GRAD);
+      *line++ = {(const T *)job.x + offset(X), (const T *)job.grad + g, (T *)out + offset(to),
+                 weight + a, bias + a, (double *)task.sums + 2 * offset(PIECE), k};
+    };
+    const Lines &lines = nest.applied;
+    if (across())
+      each_line(lines, at[0], begin, end, [&](const Place &p, int64_t)
+                                              __attribute__((always_inline)) {
+        for (int k = 0; k < count; k++) add(p, at[0], k);
+      });
+    else
+      for (int k = 0; k < count; k++)
+        each_line(lines, at[k], begin, end, [&](const Place &p, int64_t)
+                                                __attribute__((always_inline)) {
+          add(p, at[k], k);
+        });
+  }
+  // f(lines, how many, how many of each unit) for all lines of a batch. listed: what the last call of it
+  // has listed may still stand there.
+  template <class F>
+  INLINE void each_list(const Place *at, int count, void *out, Array to, Line *line, bool listed,
+                        const F &f) const {
+    const int64_t all = nest.applied.count;
+    for (int64_t begin = 0; begin < all; begin += LISTED) {
+      const int64_t end = smaller(all, begin + LISTED);
+      if (!listed || all > LISTED) list(at, count, begin, end, out, to, line);
+      f(line, count * (end - begin), end - begin);
+    }
+  }
+
+  // Outputs that lie in no near cache come there while the sums are made: a twelfth of backward from
+  // 1.5 MB on, where half a MB would take longer.
+  bool warms_output() const {
+    return !job.streamed && nest.groups * nest.group_size * (int64_t)sizeof(T) >= 1 << 20;
+  }
+  static INLINE void warm(const T *out, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(out + i, 1);
   }
   bool fetches() const { return fetches_ahead<T>(job, nest, nest.group_size); }
-  int64_t slot() const { return line_slot(nest); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }
   const T *grad(const Place &p) const { return (const T *)job.grad + p.at[GRAD]; }
@@ -177,34 +264,109 @@ template <class T> struct OfLines {
     return u.repair ? 2 : 0;
   }
 
-  // START, SUM and FINISH of some groups of one line each, to the same bits: one by one, groups of 14
-  // times 14 take a quarter longer. False: nothing is done, and they are to be taken step by step.
-  bool measure_together(const Place *at, Unit *const *u) const {
-    if (task.mask || knows_statistics(task) || nest.measured.count > 1 || nest.measured.split > 1)
-      return false;
-    return center ? measure_lines<true>(at, u) : measure_lines<false>(at, u);
-  }
-  template <bool Center> NOINLINE bool measure_lines(const Place *at, Unit *const *u) const {
-    const T *line[TOGETHER];
-    for (int k = 0; k < TOGETHER; k++) line[k] = x(at[k]);
-    const double count = (double)nest.group_size;
-    const Moments<T, TOGETHER> m = moments<T, Center, TOGETHER>(line, nest.measured.n, job.eps,
-                                                                divisor_of(task, count));
-    if (__builtin_expect(m.redo, 0)) return false;
-    for (int k = 0; k < TOGETHER; k++) {
-      u[k]->hi = m.hi[k];
-      u[k]->shift = -m.lo[k] * m.rstd[k];
-      u[k]->rstd = m.rstd[k];
-      u[k]->repair = false;
-      save_statistics(task, at[k].at[STATS], m.hi[k], m.lo[k], m.rstd[k], m.var[k], count);
+  // All steps for some units. False: something needs the slow path, and they are to be taken one by one.
+  bool forward_together(const Place *at, int count, int64_t ahead) const {
+    if (count == 1 || knows_statistics(task)) return false;
+    Batch u;
+    if (!(center ? measure<true>(at, count, u) : measure<false>(at, count, u))) return false;
+    if (!job.y) return true;
+    if (job.activation) {
+      for (int k = 0; k < count; k++)
+        per_element ? activate<true>(at[k], u.constants(k), ahead, 0)
+                    : activate<false>(at[k], u.constants(k), ahead, 0);
+    } else if (per_element) {
+      apply_batch<true>(at, count, u, ahead);
+    } else {
+      apply_batch<false>(at, count, u, ahead);
     }
     return true;
+  }
+  template <bool Center> NOINLINE bool measure(const Place *at, int count, Batch &u) const {
+    const Lines &lines = nest.measured;
+    Total<V> s[BATCH], q[BATCH];
+    const T *line[BATCH];
+    for (int k = 0; k < count; k++) line[k] = x(at[k]);
+    // Longer lines are read once from end to end: each guess right before its sums.
+    bool guess = Center && lines.n * (int64_t)sizeof(T) > 512;
+    if (Center && !guess) guess_means(line, count, u.k);
+    each_line(lines, at[0], 0, lines.count, [&](const Place &p, int64_t) {
+      for (int k = 0; k < count; k++) line[k] = x(at[k]) + (p.at[X] - at[0].at[X]);
+      add_lines<Center>(line, count, guess, u.k, s, q);
+      guess = false;
+    });
+    alignas(VB) double sums[BATCH], squares[BATCH], var[BATCH];
+    for (int j = 0; j < BATCH; j += D) {
+      store(sums + j, values(s + j));
+      store(squares + j, values(q + j));
+    }
+    const double size = (double)nest.group_size;
+    for (int k = 0; Center && k < count; k++) {
+      constexpr double factor = same<C, double> ? 5 : 2;  // as in moments
+      if (__builtin_expect(factor * sums[k] * sums[k] <= size * squares[k], 1)) continue;
+      u.k[k] += (C)(sums[k] / size);
+      Total<V> again[2];
+      each_line(lines, at[k], 0, lines.count, [&](const Place &p, int64_t) {
+        add_sums<T, Center>(x(p), lines.n, u.k[k], again[0], again[1]);
+      });
+      sums[k] = again[0].value();
+      squares[k] = again[1].value();
+    }
+    for (int k = count; k < BATCH; k++) squares[k] = 1;  // nothing is wrong with what is not there
+    vl redo = {};
+    for (int j = 0; j < BATCH; j += D) {
+      redo |= settle_some(task, load(sums + j), load(squares + j), broadcast(size), u.k + j,
+                          u.hi + j, u.lo + j, u.rstd + j, var + j);
+    }
+    if (__builtin_expect(any(redo), 0)) return false;
+    for (int k = 0; k < count; k++) {
+      u.shift[k] = -u.lo[k] * u.rstd[k];
+      save_statistics(task, at[k].at[STATS], u.hi[k], u.lo[k], u.rstd[k], var[k], size);
+    }
+    return true;
+  }
+  template <bool Center>
+  NOINLINE void add_lines(const T *const *line, int count, bool guess, C *shift, Total<V> *s,
+                          Total<V> *q) const {
+    const int64_t n = nest.measured.n;
+    for (int k = 0; k < count; k++) {
+      if (guess) shift[k] = guess_mean(line[k], n);
+      add_sums<T, Center>(line[k], n, shift[k], s[k], q[k]);
+    }
+  }
+  // guess_mean of each line.
+  NOINLINE void guess_means(const T *const *line, int count, C *k) const {
+    const int64_t m = smaller(nest.measured.n, NEAR);
+    C x0[BATCH] = {};
+    vd near[BATCH] = {};
+    for (int i = 0; i < count; i++) near[i] = fold(sum_near(line[i], m, x0 + i));
+    for (int j = 0; j < BATCH; j += D) {
+      const vd s = sum_each(near + j);
+      store_rounded(k + j, m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
+    }
+    for (int i = 0; i < BATCH; i++) k[i] = x0[i] + k[i];
+  }
+  template <bool PerElement>
+  void apply_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
+    Line listed[LISTED * BATCH];
+    each_list(at, count, job.y, Y, listed, false, [&](const Line *line, int64_t lines, int64_t) {
+      apply_lines<PerElement>(line, lines, u, ahead);
+    });
+  }
+  // Not inline, like what sums and differentiates them: there would not be registers enough.
+  template <bool PerElement>
+  NOINLINE void apply_lines(const Line *line, int64_t lines, const Batch &u, int64_t ahead) const {
+    const int64_t n = nest.applied.n;
+    const bool streamed = job.streamed, rounds = rounded;
+    for (const Line *const end = line + lines; line < end; line++)
+      apply_line<T, false, PerElement>(line->x, line->out, n, u.constants(line->unit), false, rounds,
+                                       line->weight, line->bias, ahead, streamed);
   }
 
   void apply(const Place &at, const Unit &u, int64_t part) const {
     if (!job.y || u.repair) return;
     if (job.activation)
-      return per_element ? activate<true>(at, u, part) : activate<false>(at, u, part);
+      return per_element ? activate<true>(at, u.constants(), u.ahead, part)
+                         : activate<false>(at, u.constants(), u.ahead, part);
     if (per_element) apply_to<true>(at, u, part);
     else apply_to<false>(at, u, part);
   }
@@ -226,9 +388,10 @@ template <class T> struct OfLines {
   }
 
   template <bool PerElement>
-  NOINLINE void activate(const Place &at, const Unit &u, int64_t part) const {
+  NOINLINE void activate(const Place &at, const Constants<C> &constants, int64_t ahead,
+                         int64_t part) const {
     each_piece(nest.applied, at, part, [&](const Place &p, int64_t, int64_t i, int64_t n) {
-      normalize_and_activate<PerElement>(p, u.constants(), i, n, u.ahead);
+      normalize_and_activate<PerElement>(p, constants, i, n, ahead);
       if (task.mask) zero_masked((T *)job.y + p.at[Y] + i, mask(p, i), nest.mask_step, n);
     });
   }
@@ -244,26 +407,41 @@ template <class T> struct OfLines {
     });
   }
 
+  // Lines of so many units that follow each other.
+  NOINLINE void apply_row(const Place &first, int64_t count) const {
+    const int64_t n = nest.applied.n;
+    const int64_t *step = nest.kept[0].step;
+    const int64_t x_step = step[X], y_step = step[Y], affine_step = step[AFFINE];
+    const bool rounds = rounded, streamed = job.streamed;
+    const T *v = x(first);
+    T *y = (T *)job.y + first.at[Y];
+    const C *w = weight + first.at[AFFINE], *b = bias + first.at[AFFINE];
+    Known<C> known(task, first);
+    for (int64_t i = 0; i < count; i++) {
+      const C hi = known.hi(), rstd = known.rstd(), shift = -known.lo() * rstd;
+      warm(y + 16 * 64 / sizeof(T), n);
+      apply_line<T, false, false>(v, y, n, {&hi, &shift, &rstd}, true, rounds, w, b, 0, streamed);
+      known.step();
+      v += x_step, y += y_step, w += affine_step, b += affine_step;
+    }
+  }
+  void activate_row(const Place &first, int64_t count) const {
+    Known<C> known(task, first);
+    Place p = first;
+    for (int64_t i = 0; i < count; i++) {
+      const C hi = known.hi(), rstd = known.rstd(), shift = -known.lo() * rstd;
+      normalize_and_activate<false>(p, {&hi, &shift, &rstd}, 0, nest.applied.n, 0);
+      known.step();
+      advance(p, nest.kept[0], 1);
+    }
+  }
   // By running statistics no group is needed as a whole. Short lines are taken in the order of memory:
   // 16 lines of 7 times 7 that belong to one channel lie in 16 pages, and took half as long again.
   NOINLINE void forward_in_order(int64_t unit, int64_t end) const {
-    constexpr int64_t LINE = 64 / sizeof(T);  // of a cache
     const int64_t n = nest.applied.n;
-    const int64_t *step = nest.kept[0].step;
     each_line(nest.applied, place(unit), 0, nest.applied.count, [&](const Place &first, int64_t) {
-      Known<C> known(task, first);
-      Place p = first;
-      for (int64_t i = unit; i < end; i++) {
-        const C hi = known.hi(), rstd = known.rstd(), shift = -known.lo() * rstd;
-        const Constants<C> constants = {&hi, &shift, &rstd};
-        const T *y = (const T *)job.y + p.at[Y];
-        for (int64_t j = 0; j < n; j += LINE) __builtin_prefetch(y + j + 16 * LINE, 1);
-        if (job.activation) normalize_and_activate<false>(p, constants, 0, n, 0);
-        else normalize<false>(p, constants, 0, n, 0);
-        known.step();
-        p.at[X] += step[X], p.at[Y] += step[Y], p.at[GRAD] += step[GRAD];
-        p.at[AFFINE] += step[AFFINE];
-      }
+      if (job.activation) activate_row(first, end - unit);
+      else apply_row(first, end - unit);
     });
     Place at = place(unit);
     for (int64_t i = unit; i < end; i++, advance(at, nest.kept[0], 1))
@@ -310,44 +488,59 @@ template <class T> struct OfLines {
     double s1, s2;                     // of grad * weight - u.first, grad * weight * xhat
   };
 
-  // dx: written in the same sweep, where running statistics normalize (AtOnce).
-  template <bool AtOnce>
+  // Sums of grad - first, of grad * xhat, and where that is rounded of grad * the rounded one.
+  struct FlatSums { V of[can_round<T> ? 3 : 2]; };
+  // Those of a block of a line with one weight. first: the line's first gradient, so that the sum of
+  // equal ones is exact. Writes: dx too, where running statistics normalize.
+  template <bool Writes>
+  INLINE FlatSums flat_block(const T *g, const T *x, int64_t n, const Constants<C> &constants,
+                             C first, C weight, T *dx) const {
+    const bool rounds = can_round<T> && rounded;
+    const bool streamed = Writes && job.streamed && can_stream(dx);
+    const Standardize<T, false> standardized(constants);
+    V s1[2] = {}, s2[2] = {}, s3[2] = {};
+    const auto add = [&](int64_t i, int64_t tail, int j) __attribute__((always_inline)) {
+      const V grad = tail ? load(g + i, tail) : load(g + i);
+      V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
+      if (tail) v = keep(v, tail);
+      s1[j] += tail ? keep(grad - first, tail) : grad - first;
+      s2[j] = fma(v, grad, s2[j]);
+      if (rounds) s3[j] = fma(round_as<T>(v), grad, s3[j]);
+      if (!Writes) return;
+      const V derivative = grad * weight * standardized.rstd(i, tail);
+      if (tail) store(dx + i, derivative, tail);
+      else write(dx + i, derivative, streamed);
+    };
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) add(i, 0, 0), add(i + W, 0, 1);
+    if (i + W <= n) add(i, 0, 0), i += W;
+    if (i < n) add(i, n - i, 1);
+    FlatSums sums;
+    sums.of[0] = s1[0] + s1[1];
+    sums.of[1] = s2[0] + s2[1];
+    if (can_round<T>) sums.of[can_round<T> ? 2 : 0] = s3[0] + s3[1];
+    return sums;
+  }
+  template <bool Writes>
   INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight,
                              T *dx) const {
-    Total<V> t1, t2, t3;
-    const Standardize<T, false> standardized(u.constants());
-    const C first = (C)get(g);  // so that the sum of equal gradients is exact
-    const bool rounds = can_round<T> && rounded;
-    const bool streamed = AtOnce && job.streamed && can_stream(dx);
-    int64_t i = 0;
-    do {
-      const int64_t end = smaller(n, i + 2 * BLOCK * W);
-      V s1[2] = {}, s2[2] = {}, s3[2] = {};
-      const auto add = [&](int64_t i, int64_t tail, int j) __attribute__((always_inline)) {
-        const V grad = tail ? load(g + i, tail) : load(g + i);
-        V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
-        if (tail) v = keep(v, tail);
-        s1[j] += tail ? keep(grad - first, tail) : grad - first;
-        s2[j] = fma(v, grad, s2[j]);
-        if (rounds) s3[j] = fma(round_as<T>(v), grad, s3[j]);
-        if (!AtOnce) return;
-        const V derivative = grad * weight * standardized.rstd(i, tail);
-        if (tail) store(dx + i, derivative, tail);
-        else write(dx + i, derivative, streamed);
-      };
-      for (; i + 2 * W <= end; i += 2 * W) add(i, 0, 0), add(i + W, 0, 1);
-      if (i + W <= end) add(i, 0, 0), i += W;
-      if (i < end) add(i, end - i, 1), i = end;
-      t1.add(s1[0] + s1[1]);
-      t2.add(s2[0] + s2[1]);
-      if (rounds) t3.add(s3[0] + s3[1]);
-    } while (i < n);
+    const C first = (C)get(g);
+    Total<V> t[can_round<T> ? 3 : 2];
+    for (int64_t i = 0; i < n; i += FLAT<T>) {
+      const int64_t m = smaller(FLAT<T>, n - i);
+      const FlatSums block = flat_block<Writes>(g + i, x + i, m, u.constants(), first, weight,
+                                                Writes ? dx + i : nullptr);
+      for (int j = 0; j < (can_round<T> && rounded ? 3 : 2); j++)
+        if (n <= FLAT<T>) t[j].add_only(block.of[j]);
+        else t[j].add(block.of[j]);
+    }
+    const double of_grad = t[0].value();
     PieceSums sums = {};
-    sums.grad = (double)first * (double)n + t1.value();
-    sums.by_xhat = t2.value();
-    sums.by_rounded = rounds ? t3.value() : sums.by_xhat;
+    sums.grad = (double)first * (double)n + of_grad;
+    sums.by_xhat = t[1].value();
+    sums.by_rounded = rounded ? t[can_round<T> ? 2 : 1].value() : sums.by_xhat;
     // Of the first element as the derivative rounds it, so that equal ones cancel.
-    sums.s1 = (double)weight * t1.value() +
+    sums.s1 = (double)weight * of_grad +
               ((double)(C)(first * weight) - (double)u.first) * (double)n;
     sums.s2 = (double)weight * sums.by_xhat;
     return sums;
@@ -456,6 +649,103 @@ template <class T> struct OfLines {
     });
     u.part[part][0] = s1.value();
     u.part[part][1] = s2.value();
+  }
+
+  // As forward_together.
+  bool backward_together(const Place *at, int count, int64_t ahead) const {
+    if (count == 1 || per_element || nest.applied.n > FLAT<T>) return false;
+    Batch u;
+    for (int k = 0; k < count; k++) {
+      const Known<C> known(task, at[k]);
+      if (__builtin_expect(!known.is_safe(), 0)) return false;
+      u.hi[k] = known.hi();
+      u.rstd[k] = known.rstd();
+      u.shift[k] = -known.lo() * u.rstd[k];
+      if (center && !task.running_mean) u.first[k] = (C)get(grad(at[k])) * weight[at[k].at[AFFINE]];
+    }
+    Line line[LISTED * BATCH];
+    if (at_once() && job.dx) {
+      sum_batch<true>(at, count, u, line);
+      return true;
+    }
+    const bool sums = task.sums || !task.running_mean;
+    if (sums) sum_batch<false>(at, count, u, line);
+    for (int k = 0; !task.running_mean && k < count; k++)
+      if (!finite(u.mean[k]) || !finite(u.slope[k])) return false;
+    if (!job.dx) return true;
+    each_list(at, count, job.dx, DX, line, sums, [&](const Line *line, int64_t lines, int64_t) {
+      differentiate_lines(line, lines, u, ahead);
+    });
+    return true;
+  }
+  template <bool Writes>
+  NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, C *first,
+                          FlatSums *sums) const {
+    const int64_t n = nest.applied.n;
+    const bool warms = !Writes && job.dx && warms_output();
+    for (const Line *const end = line + lines; line < end; line++, first++, sums++) {
+      *first = (C)get(line->grad);
+      if (warms) warm(line->out, n);
+      *sums = flat_block<Writes>(line->grad, line->x, n, u.constants(line->unit), *first,
+                                 Writes ? *line->weight : 0, line->out);
+    }
+  }
+  // Sums of lines in the order of memory, then of one line of each unit as a vector.
+  template <bool Writes>
+  NOINLINE void sum_batch(const Place *at, int count, Batch &u, Line *listed) const {
+    const vd n = broadcast((double)nest.applied.n);
+    FlatSums sums[LISTED * BATCH];
+    C of_line[LISTED * BATCH];
+    alignas(VB) C first[BATCH] = {}, w[BATCH] = {}, gw[BATCH];
+    alignas(VB) double by_xhat[BATCH], by_grad[BATCH];
+    Total<vd> s1[BATCH / D], s2[BATCH / D];
+    each_list(at, count, job.dx, DX, listed, false, [&](const Line *line, int64_t lines,
+                                                        int64_t of_each) {
+      sum_lines<Writes>(line, lines, u, of_line, sums);
+      // From a line to the next one of its unit, and to the same one of the next unit.
+      const int64_t down = across() ? count : 1, beside = across() ? 1 : of_each;
+      for (int64_t l = 0; l < of_each; l++) {  // as flat_sums
+        for (int k = 0; k < count; k++) {
+          first[k] = of_line[l * down + k * beside];
+          w[k] = *line[l * down + k * beside].weight;
+        }
+        for (int k = 0; k < BATCH; k++) gw[k] = first[k] * w[k];
+        for (int j = 0; j < BATCH; j += D) {
+          const auto values_of = [&](int which) __attribute__((always_inline)) {
+            V v[D];
+            for (int i = 0; i < D; i++)
+              v[i] = sums[l * down + smaller(j + i, count - 1) * beside].of[which];
+            return block_sums(v);
+          };
+          const vd of_grad = values_of(0), of_xhat = values_of(1), weights = load_as_double(w + j);
+          const vd rest = load_as_double(gw + j) - load_as_double(u.first + j);
+          s1[j / D].add(weights * of_grad + rest * n);
+          s2[j / D].add(weights * of_xhat);
+          store(by_grad + j, load_as_double(first + j) * n + of_grad);
+          store(by_xhat + j, can_round<T> && rounded ? values_of(can_round<T> ? 2 : 1) : of_xhat);
+        }
+        for (int k = 0; task.sums && k < count; k++) {
+          double *const at = line[l * down + k * beside].sums;
+          at[0] = by_xhat[k];
+          at[1] = by_grad[k];
+        }
+      }
+    });
+    const double size = (double)nest.group_size, divisor = divisor_of(task, size);
+    for (int j = 0; j < BATCH; j += D) {
+      const vd mean = load_as_double(u.first + j) + s1[j / D].each() / size;
+      store_rounded(u.mean + j, center ? -mean : vd{});
+      store_rounded(u.slope + j, -(s2[j / D].each() / divisor));
+    }
+  }
+  NOINLINE void differentiate_lines(const Line *line, int64_t lines, const Batch &u,
+                                    int64_t ahead) const {
+    const int64_t n = nest.applied.n;
+    const bool streamed = job.streamed, given = task.running_mean;
+    for (const Line *const end = line + lines; line < end; line++)
+      derivative_line<T, false, false>(line->grad, line->x, line->out, n, u.constants(line->unit),
+                                       u.mean + line->unit, u.slope + line->unit, line->weight,
+                                       given, ahead, streamed);
   }
 
   NOINLINE int finish_backward(const Place &at, Unit &u, int64_t unit) const {

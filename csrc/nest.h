@@ -185,6 +185,32 @@ inline double divisor_of(const Task &task, double count) {
   return free > 0 ? free : 1;
 }
 
+// settle for as many groups as a vector of doubles has lanes: hi, lo, rstd and the variance of each
+// from the sums around k; which are out of the range of C.
+template <class C>
+INLINE vl settle_some(const Task &task, vd sum, vd q, vd count, const C *k, C *hi, C *lo, C *rstd,
+                      double *var) {
+  const vd zero = {}, one = broadcast(1.0), free = count - task.correction;
+  const vd mean = sum / (count > zero ? count : one);
+  const vd squares = q - sum * mean;
+  const vd v = (squares < zero ? zero : squares) / (free > zero ? free : one);
+  const vd deviation = square_root(v + task.job->eps);
+  const vd high = store_rounded(hi, load_as_double(k));
+  store_rounded(lo, mean);
+  const vd root = store_rounded(rstd, deviation == zero ? zero : one / deviation);
+  store(var, v);
+  vl redo = (v - v != zero) | ((root < (double)least_normal<C>) & (root >= zero));
+  if (task.job->eps < tiny<C>) redo |= v < tiny<C>;
+  if (task.job->center)
+    redo |= ((magnitude(high + mean) < tiny<C>) & ((high != zero) | (mean != zero))) |
+            ((mean == zero) & (sum != zero));
+  return redo;
+}
+INLINE bool any(vl v) {
+  for (int i = 1; i < lanes<double>; i++) v[0] |= v[i];
+  return v[0] != 0;
+}
+
 // ---- a line: the statistics are one for all, or one for each element (PerLane)
 
 // A number for each element, or one for all. Read before the loop: what is written could be taken for it.
@@ -214,14 +240,36 @@ template <class T, bool PerLane> struct Standardize {
   }
 };
 
-// body(first element, 0) for whole vectors, body(first element, elements) for what is left at the end,
-// and for the `head` that may stand before.
-template <int W, class Body> INLINE void each_vector(int64_t head, int64_t n, const Body &body) {
+// Where the vectors of a line are written.
+template <class T> struct Output {
+  T *const y;
+  const bool streamed;
+  INLINE Output(T *y, bool streamed) : y(y), streamed(streamed && can_stream(y)) {}
+  INLINE void put(int64_t i, Vector<T> v) const { write(y + i, v, streamed); }
+  INLINE void put_last(int64_t i, Vector<T> v) const { store(y + i, v); }
+  INLINE void put_part(int64_t i, Vector<T> v, int64_t n) const { store(y + i, v, n); }
+};
+
+// out[i] = value(first element, 0) for whole vectors; value(0, elements) where there are less, and for
+// the `head` that may stand before. The last one overlaps with the one before it, which takes a tenth
+// less of a line of 49 elements than a part of a vector. It is made first: the output may stand in place
+// of the input.
+template <int W, class T, class Value>
+INLINE void each_vector(int64_t head, int64_t n, const Output<T> &out, const Value &value) {
+  const int64_t whole = 0;
+  if (n < W) {
+    if (n > 0) out.put_part(0, value(whole, n), n);
+    return;
+  }
+  const auto last = value(n - W, whole);
+  if (head) out.put_part(0, value(whole, head), head);
   int64_t i = head;
-  if (head) body((int64_t)0, head);
-  for (; i + 2 * W <= n; i += 2 * W) body(i, (int64_t)0), body(i + W, (int64_t)0);
-  if (i + W <= n) body(i, (int64_t)0), i += W;
-  if (i < n) body(i, n - i);
+  for (; i + 3 * W <= n; i += 2 * W) {
+    out.put(i, value(i, whole));
+    out.put(i + W, value(i + W, whole));
+  }
+  for (; i + W < n; i += W) out.put(i, value(i, whole));
+  out.put_last(n - W, last);
 }
 
 // So many elements until whole vectors are written within lines of the caches, where these are as long:
@@ -249,33 +297,29 @@ INLINE void apply_line(const T *x, Out *y, int64_t n, const Constants<Scalar<T>>
   const Standardize<T, PerLane> standardized(c);
   const Parameter<PerElement, Scalar<T>> w(weight), b(bias);
   const int64_t head = head_of(y, n);
-  streamed &= can_stream(y);
-  const auto put = [&](int64_t i, int64_t tail, V v) __attribute__((always_inline)) {
-    if (tail) store(y + i, v, tail);
-    else write(y + i, v, streamed);
-  };
+  const Output<Out> out(y, streamed);
   const auto element = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     if (ahead) fetch(x + i + ahead);
     return tail ? load(x + i, tail) : load(x + i);
   };
   if (given && !rounded) {
     // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
-    each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       const V d = element(i, tail) - standardized.hi(i, tail);
-      put(i, tail, fma(d, standardized.rstd(i, tail) * w(i, tail),
-                       fma(standardized.shift(i, tail), w(i, tail), b(i, tail))));
+      return fma(d, standardized.rstd(i, tail) * w(i, tail),
+                 fma(standardized.shift(i, tail), w(i, tail), b(i, tail)));
     });
     return;
   }
   if (can_round<T> && rounded) {
-    each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       const V v = round_as<T>(standardized(element(i, tail), i, tail));
-      put(i, tail, fma(v, w(i, tail), b(i, tail)));
+      return fma(v, w(i, tail), b(i, tail));
     });
     return;
   }
-  each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-    put(i, tail, fma(standardized(element(i, tail), i, tail), w(i, tail), b(i, tail)));
+  each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    return fma(standardized(element(i, tail), i, tail), w(i, tail), b(i, tail));
   });
 }
 
@@ -286,22 +330,18 @@ constexpr int64_t STAGED = 1024;  // elements
 template <class T, int Kind>
 INLINE void activate(const Scalar<T> *z, const T *grad, T *y, int64_t n, bool streamed) {
   typedef Vector<T> V;
-  streamed &= can_stream(y);
-  const auto put = [&](int64_t i, int64_t tail, V v) __attribute__((always_inline)) {
-    if (tail) store(y + i, v, tail);
-    else write(y + i, v, streamed);
-  };
+  const Output<T> out(y, streamed);
   const auto value = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     return tail ? load(z + i, tail) : load(z + i);
   };
   if (!grad)
-    each_vector<lanes<T>>(0, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-      put(i, tail, activated<Kind>(value(i, tail)));
+    each_vector<lanes<T>>(0, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+      return activated<Kind>(value(i, tail));
     });
   else
-    each_vector<lanes<T>>(0, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(0, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       const V g = tail ? load(grad + i, tail) : load(grad + i);
-      put(i, tail, derived<Kind>(value(i, tail), g));
+      return derived<Kind>(value(i, tail), g);
     });
 }
 template <class T>
@@ -338,23 +378,18 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
   const auto weighted = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     return (tail ? load(grad + i, tail) : load(grad + i)) * w(i, tail);
   };
-  streamed &= can_stream(dx);
-  const auto put = [&](int64_t i, int64_t tail, V v) __attribute__((always_inline)) {
-    v *= standardized.rstd(i, tail);
-    if (tail) store(dx + i, v, tail);
-    else write(dx + i, v, streamed);
-  };
+  const Output<T> out(dx, streamed);
   if (given) {
-    each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-      put(i, tail, weighted(i, tail));
+    each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+      return weighted(i, tail) * standardized.rstd(i, tail);
     });
     return;
   }
   const Parameter<PerLane, Scalar<T>> m(mean), s(slope);
-  each_vector<lanes<T>>(head, n, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+  each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     if (ahead) fetch(x + i + ahead), fetch(grad + i + ahead);
     const V v = standardized(tail ? load(x + i, tail) : load(x + i), i, tail);
-    put(i, tail, fma(v, s(i, tail), weighted(i, tail) + m(i, tail)));
+    return fma(v, s(i, tail), weighted(i, tail) + m(i, tail)) * standardized.rstd(i, tail);
   });
 }
 

@@ -176,7 +176,10 @@ Plan make_plan(const Problem &problem) {
     const bool lane_affine = groups.affine || last.affine;
     // Longer lines want more steps, and fewer where each element of them has a weight of its own.
     const int64_t size = last.loop.size;
-    const int64_t enough = size < SHORT ? ENOUGH : last.affine ? size / 2 : 8 * size;
+    // Where masks and weights of single elements take short lines one by one, lanes pay soon.
+    const bool soon = last.affine || problem.has_mask;
+    const int64_t enough = size >= SHORT ? (last.affine ? size / 2 : 8 * size)
+                           : soon ? ENOUGH : std::max(ENOUGH, 3 * size / 2);
     if (steps >= enough && !(outer_affine && any_affine) && continues(groups, last, tensors) &&
         groups.loop.size * size <= 65536) {
       nest.lanes = 1;

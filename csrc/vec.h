@@ -366,6 +366,7 @@ INLINE vd fold(vf v) {
   widen(v, half);
   return half[0] + half[1];
 }
+INLINE vd fold(vd v) { return v; }
 
 INLINE double sum(vd v) {
 #if defined(__AVX512F__)
@@ -383,11 +384,92 @@ INLINE double sum(vd v) {
 }
 INLINE double sum(vf v) { return sum(fold(v)); }
 
+// The sums of as many vectors as one has lanes, each to the bits of sum(vd).
+INLINE vd sum_each(const vd v[lanes<double>]) {
+#if defined(__AVX512F__)
+  const auto halves = [](vd a, vd b) __attribute__((always_inline)) {
+    return _mm512_add_pd(_mm512_shuffle_f64x2((__m512d)a, (__m512d)b, 0x44),
+                         _mm512_shuffle_f64x2((__m512d)a, (__m512d)b, 0xee));
+  };
+  const auto quarters = [](__m512d a, __m512d b) __attribute__((always_inline)) {
+    return _mm512_add_pd(_mm512_shuffle_f64x2(a, b, 0x88), _mm512_shuffle_f64x2(a, b, 0xdd));
+  };
+  const __m512d even = quarters(halves(v[0], v[2]), halves(v[4], v[6]));
+  const __m512d odd = quarters(halves(v[1], v[3]), halves(v[5], v[7]));
+  return (vd)_mm512_add_pd(_mm512_unpacklo_pd(even, odd), _mm512_unpackhi_pd(even, odd));
+#elif defined(__AVX__)
+  const auto halves = [](vd a, vd b) __attribute__((always_inline)) {
+    return _mm256_add_pd(_mm256_permute2f128_pd((__m256d)a, (__m256d)b, 0x20),
+                         _mm256_permute2f128_pd((__m256d)a, (__m256d)b, 0x31));
+  };
+  return (vd)_mm256_hadd_pd(halves(v[0], v[2]), halves(v[1], v[3]));
+#else
+  vd sums;
+  for (int j = 0; j < lanes<double>; j++) sums[j] = sum(v[j]);
+  return sums;
+#endif
+}
+
+// The sum of a block alone, in its own type: a few errors more, but to widen the lanes of a line of 16
+// elements takes as long as all the rest of it.
+INLINE double block_sum(vf v) {
+#if defined(__AVX512F__)
+  const __m256 a = _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
+                                 _mm512_extractf32x8_ps((__m512)v, 1));
+#elif defined(__AVX__)
+  const __m256 a = (__m256)v;
+#endif
+#if defined(__AVX__)
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+#else
+  const vf b = v;
+#endif
+  return (double)((b[0] + b[2]) + (b[1] + b[3]));
+}
+INLINE double block_sum(vd v) { return sum(v); }
+
+// Those of as many blocks as a vector of doubles has lanes, to the same bits.
+INLINE vd block_sums(const vf v[lanes<double>]) {
+#if defined(__AVX512F__)
+  const auto halves = [](vf a, vf b) __attribute__((always_inline)) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44),
+                         _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xee));
+  };
+  const auto quarters = [](__m512 a, __m512 b) __attribute__((always_inline)) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  const __m512 low = quarters(halves(v[0], v[1]), halves(v[2], v[3]));
+  const __m512 high = quarters(halves(v[4], v[5]), halves(v[6], v[7]));
+  const __m512 pairs = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44),
+                                     _mm512_shuffle_ps(low, high, 0xee));
+  const __m512 sums = _mm512_add_ps(pairs, _mm512_shuffle_ps(pairs, pairs, 0xb1));
+  const __m512i order = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 14, 10, 6, 2, 12, 8, 4, 0);
+  return (vd)_mm512_cvtps_pd(_mm512_castps512_ps256(_mm512_permutexvar_ps(order, sums)));
+#elif defined(__AVX2__)
+  const auto halves = [](vf a, vf b) __attribute__((always_inline)) {
+    return _mm256_add_ps(_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x20),
+                         _mm256_permute2f128_ps((__m256)a, (__m256)b, 0x31));
+  };
+  const __m256 low = halves(v[0], v[1]), high = halves(v[2], v[3]);
+  const __m256 pairs = _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x44),
+                                     _mm256_shuffle_ps(low, high, 0xee));
+  const __m256 sums = _mm256_add_ps(pairs, _mm256_shuffle_ps(pairs, pairs, 0xb1));
+  const __m256i order = _mm256_set_epi32(0, 0, 0, 0, 6, 2, 4, 0);
+  return (vd)_mm256_cvtps_pd(_mm256_castps256_ps128(_mm256_permutevar8x32_ps(sums, order)));
+#else
+  vd sums;
+  for (int j = 0; j < lanes<double>; j++) sums[j] = block_sum(v[j]);
+  return sums;
+#endif
+}
+INLINE vd block_sums(const vd v[lanes<double>]) { return sum_each(v); }
+
 // Sums of blocks, merged in order: floats in double, doubles with the rounding errors kept.
 template <class V> struct Total;
 template <> struct Total<vf> {
   vd s = {};
   INLINE void add(vf block) { s += fold(block); }
+  INLINE void add_only(vf block) { s[0] = block_sum(block); }  // where no other one comes
   INLINE double value() const { return sum(s); }
 };
 template <> struct Total<vd> {
@@ -397,7 +479,22 @@ template <> struct Total<vd> {
     rest += (s - (t - z)) + (block - z);
     s = t;
   }
+  INLINE void add_only(vd block) { s = block; }
   INLINE double value() const { return sum(s) + sum(rest); }
+  // Of each lane. The error of an infinite sum is not a number.
+  INLINE vd each() const { return s - s == vd{} ? s + rest : s; }
 };
+
+// The values of as many totals as a vector of doubles has lanes.
+INLINE vd values(const Total<vf> t[lanes<double>]) {
+  vd s[lanes<double>];
+  for (int j = 0; j < lanes<double>; j++) s[j] = t[j].s;
+  return sum_each(s);
+}
+INLINE vd values(const Total<vd> t[lanes<double>]) {
+  vd s[lanes<double>], rest[lanes<double>];
+  for (int j = 0; j < lanes<double>; j++) s[j] = t[j].s, rest[j] = t[j].rest;
+  return sum_each(s) + sum_each(rest);
+}
 
 }  // namespace

@@ -32,6 +32,9 @@ MORE = tuple(
         ("[n] c [...]; affine=c", (6, 3, 49)),
         ("[n] c [...]; affine=c", (9, 130)),
         ("[n] c [...]; affine=c", (5, 40, 2, 2)),
+        ("[n] c [...]; affine=c", (20, 11, 4, 4)),
+        ("n c [...]; affine=c", (4, 11, 4, 4)),
+        ("n (g=4 [c]) [...]; affine=g c", (2, 80, 7, 7)),
         ("n (g=3 [c]) [...]; affine=g c", (2, 96, 3, 3)),
         ("n (g=4 [c]) [...]; affine=g c", (2, 12, 5, 5)),
         ("n (g=4 [c]) [...]; affine=g", (2, 12, 5, 5)),
@@ -280,6 +283,45 @@ def test_a_group_does_not_depend_on_the_groups_beside_it(dtype: torch.dtype, siz
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [3, 4, 7, 14])
+@pytest.mark.parametrize(
+    "text,samples,channels",
+    [
+        ("n c [h w]; affine=c", 2, 1),
+        ("n c [h w]; affine=c; center=false", 2, 1),
+        ("n (g=11 [c]) [h w]; affine=g c", 2, 18),
+        ("[n] c [h w]; affine=c", 9, 1),
+        ("[n] c [h w]; affine=c; rounding=before_affine", 18, 1),
+    ],
+)
+def test_short_groups_at_once_have_the_bits_of_one_after_the_other(
+    text: str, samples: int, channels: int, size: int, dtype: torch.dtype
+) -> None:
+    """A group that needs the slow path makes those beside it be taken one by one."""
+    scheme = Scheme(text)
+    x = values((samples, 11 * channels, size, size), dtype)
+    grad = values(x.shape, dtype, seed=1)
+    weight, bias = (values((x.shape[1],), dtype, seed=seed).requires_grad_() for seed in (2, 3))
+
+    def everything(x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = axisnorm.normalize(leaf, scheme, weight, bias)
+        return [y.detach(), *torch.autograd.grad(y, (leaf, weight, bias), grad)]
+
+    beside = torch.arange(x.shape[1]) // channels != 5
+    expected = everything(x, grad)
+    for bad in (float("nan"), 2.0**120, 0.0):
+        changed, other = x.clone(), grad.clone()
+        changed[:, ~beside] *= bad
+        other[:, ~beside] *= bad
+        for found, right in zip(everything(changed, other), expected, strict=True):
+            one = right.ndim == 1
+            assert torch.equal(found[beside] if one else found[:, beside],
+                               right[beside] if one else right[:, beside])  # fmt: skip
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "text,shape",
@@ -380,6 +422,8 @@ def test_rows_lines_and_lanes() -> None:
         (Scheme.layer_norm_2d(), (8, 64, 7, 7), "lanes"),
         (Scheme.batch_norm(), (8, 64), "lanes"),
         (Scheme.batch_norm(), (8, 64, 2, 2), "lanes"),
+        (Scheme.batch_norm(), (8, 64, 4, 4), "lines"),
+        (Scheme.batch_norm(), (32, 64, 4, 4), "lanes"),
     ):
         assert _route.choose(scheme, shape).reason == reasons[loops]
     sizes = Scheme.group_norm(4).layout(4).sizes((8, 64, 7, 7))
