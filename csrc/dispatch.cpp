@@ -258,7 +258,7 @@ const bool amd = is_amd();
 // AMD: eight cores share 32 MB, and a virtual machine has a share of that. Where x, the gradient and
 // both outputs take 18 MB, a step of training takes a fifth to a third less, also if its outputs are read
 // at once a tenth; at 12 MB that takes a tenth more (Zen 4, two cores). A forward alone has two tensors,
-// not four. Lines of memory that are not written as a whole are read before: of 14 times 14 floats it
+// not four: at 10 MB it takes up to twice as long if it is streamed. Lines of memory that are not written as a whole are read before: of 14 times 14 floats it
 // took twice as long.
 std::atomic<int64_t> stream_limit{amd ? 9 << 19 : 24 << 20};
 
@@ -267,7 +267,7 @@ bool streams(int64_t bytes, int64_t run, bool trains) {
   const int64_t limit = stream_limit.load(std::memory_order_relaxed);
   if (!amd || bytes < limit) return bytes >= limit;
   const int64_t caches = (max_threads() + 7) / 8;
-  return run % 64 == 0 && bytes >= limit * caches * (trains ? 1 : 2);
+  return run % 64 == 0 && bytes >= limit * caches * (trains ? 1 : 5);
 }
 
 // ---- tensors that are read one row or group after another
