@@ -258,8 +258,8 @@ const bool amd = is_amd();
 // AMD: eight cores share 32 MB, and a virtual machine has a share of that. Where x, the gradient and
 // both outputs take 18 MB, a step of training takes a fifth to a third less, also if its outputs are read
 // at once a tenth; at 12 MB that takes a tenth more (Zen 4, two cores). A forward alone has two tensors,
-// not four: at 10 MB it takes up to twice as long if it is streamed. Lines of memory that are not written as a whole are read before: of 14 times 14 floats it
-// took twice as long.
+// not four: of 10 MB it takes up to twice as long. Lines of memory that are not written as a whole are
+// read before: of 14 times 14 floats it took twice as long.
 std::atomic<int64_t> stream_limit{amd ? 9 << 19 : 24 << 20};
 
 // `run` bytes are written without a gap; trains: x and a gradient are needed again.
