@@ -256,18 +256,25 @@ const bool amd = is_amd();
 // lost at 24 MB.
 //
 // AMD: eight cores share 32 MB, and a virtual machine has a share of that. Where x, the gradient and
-// both outputs take 18 MB, a step of training takes a fifth to a third less, also if its outputs are read
-// at once a tenth; at 12 MB that takes a tenth more (Zen 4, two cores). A forward alone has two tensors,
-// not four: of 10 MB it takes up to twice as long. Lines of memory that are not written as a whole are
-// read before: of 14 times 14 floats it took twice as long.
-std::atomic<int64_t> stream_limit{amd ? 9 << 19 : 24 << 20};
+// both outputs take 24 MB, a step of training takes a fifth to a third less, also if its outputs are read
+// at once a tenth; at 20 MB lines take a tenth more, and lanes, which are read with more of a stride, a
+// fifth less; at 12 MB all take more (Zen 4, two cores). A forward alone has two tensors, not four: of
+// 10 MB it takes up to twice as long. Lines of memory that are not written as a whole are read before:
+// of 14 times 14 floats it took twice as long.
+std::atomic<int64_t> stream_limit{amd ? 6 << 20 : 24 << 20};
 
-// `run` bytes are written without a gap; trains: x and a gradient are needed again.
-bool streams(int64_t bytes, int64_t run, bool trains) {
+// How a tensor is written: so many elements without a gap; by lanes; in backward.
+struct Written {
+  int64_t run;
+  bool lanes, backward;
+};
+bool streams(const Job &job, int64_t bytes, const Written &how) {
   const int64_t limit = stream_limit.load(std::memory_order_relaxed);
-  if (!amd || bytes < limit) return bytes >= limit;
+  if (!amd) return bytes >= limit;
   const int64_t caches = (max_threads() + 7) / 8;
-  return run % 64 == 0 && bytes >= limit * caches * (trains ? 1 : 5);
+  const bool trains = how.backward || (job.stats && !job.alone);
+  const int64_t least = !trains ? 4 * limit : how.lanes ? limit * 3 / 4 : limit;
+  return how.run * element_size(job.dtype) % 64 == 0 && bytes >= least * caches;
 }
 
 // ---- tensors that are read one row or group after another
@@ -277,10 +284,10 @@ bool streams(int64_t bytes, int64_t run, bool trains) {
 // backward half of it. One of 3 MB would take an eighth more, and Intel's would lose as much at any size.
 std::atomic<int64_t> single_limit{amd ? 6 << 20 : INT64_MAX};
 
-// How a tensor of so many elements goes through the caches; `run` of them are written without a gap.
-void set_access(Job &job, int64_t elements, int64_t run, bool trains, bool masked = false) {
-  const int64_t size = element_size(job.dtype), bytes = elements * size;
-  job.streamed = !masked && streams(bytes, run * size, trains || (job.stats && !job.alone));
+// How a tensor of so many elements goes through the caches.
+void set_access(Job &job, int64_t elements, const Written &how, bool masked = false) {
+  const int64_t bytes = elements * element_size(job.dtype);
+  job.streamed = !masked && streams(job, bytes, how);
   job.singly = bytes >= single_limit.load(std::memory_order_relaxed);
 }
 
@@ -310,7 +317,7 @@ Chunks chunks_of(const Job &job, int64_t element) {
 void forward(const Job &given) {
   if (given.rows <= 0 || given.n <= 0) return;
   Job job = given;
-  set_access(job, job.rows * job.n, job.n, false);
+  set_access(job, job.rows * job.n, {job.n, false, false});
   const Table &table = *selection().current.load(std::memory_order_relaxed);
   Scratch scratch(table.scratch(&job));
   Affine affine;
@@ -323,7 +330,7 @@ void forward(const Job &given) {
 void backward(const Job &given) {
   if (given.n <= 0) return;
   Job job = given;
-  set_access(job, job.rows * job.n, job.n, true);
+  set_access(job, job.rows * job.n, {job.n, false, true});
   const Table &table = *selection().current.load(std::memory_order_relaxed);
   const int64_t element = job.dtype == F64 ? 8 : 4;
   Scratch scratch(table.scratch(&job));
@@ -454,8 +461,9 @@ void share_back(int64_t part, int64_t parts, int64_t items, const Body &body) {
   for (int64_t i = items * (part + 1) / parts; i-- > begin;) body(i);
 }
 
-// How many elements are written without a gap.
-int64_t run_of(const Nest &nest) { return nest.lanes ? nest.width : nest.applied.n; }
+Written written(const Nest &nest, bool backward) {
+  return {nest.lanes ? nest.width : nest.applied.n, nest.lanes != 0, backward};
+}
 
 // All units, each by one thread, or if they are few their parts one step after the other. The results
 // are the same: units and parts, and the order in which sums are merged, follow from the shape.
@@ -549,7 +557,7 @@ void forward(const Plan &plan, Job job, Task task) {
   task.job = &job;
   task.nest = &plan.nest;
   task.chunk = 1;
-  set_access(job, plan.nest.groups * plan.nest.group_size, run_of(plan.nest), false, task.mask);
+  set_access(job, plan.nest.groups * plan.nest.group_size, written(plan.nest, false), task.mask);
   const Parameters parameters(table, plan, job, task);
   const GivenStatistics given(table, task);
   run(
@@ -568,7 +576,7 @@ void backward(const Plan &plan, Job job, Task task) {
   const Nest &nest = plan.nest;
   task.job = &job;
   task.nest = &nest;
-  set_access(job, nest.groups * nest.group_size, run_of(nest), true, task.mask);
+  set_access(job, nest.groups * nest.group_size, written(nest, true), task.mask);
   const Parameters parameters(table, plan, job, task);
   const GivenStatistics given(table, task);
   const bool params = job.dweight || job.dbias;
