@@ -19,9 +19,9 @@ struct Tensors {
     return torch_door::like(object, size, dtype, address, strides);
   }
   // Whether out= may be this one, which has been read.
-  static bool may_be_out(PyObject *object) { return torch_door::is_positive(object); }
-  // Outside of inference mode one of its tensors may be written, but torch copies nothing to it.
-  static bool may_be_copied_to(PyObject *object) { return !is_inference(object); }
+  static bool may_be_out(PyObject *object) {
+    return torch_door::is_positive(object) && may_be_written(object);
+  }
   // What was saved of it is gone. False: an exception is set.
   static bool has_changed(PyObject *object) { return increment_versions({object}); }
 };
@@ -36,7 +36,6 @@ struct Arrays {
     return numpy_array::like(object, size, dtype, address, strides);
   }
   static bool may_be_out(PyObject *object) { return numpy_array::is_writable(object); }
-  static bool may_be_copied_to(PyObject *) { return true; }
   static bool has_changed(PyObject *) { return true; }
 };
 
@@ -104,9 +103,7 @@ template <class Source> class Output {
     Strides own;
     target_ = place;
     bytes_ = (size_t)(x.size * width_of(x.dtype));
-    made_ = Source::may_be_copied_to(out)
-                ? Source::like(out, x.size, x.dtype, place, strides ? &own : nullptr)
-                : nullptr;
+    made_ = Source::like(out, x.size, x.dtype, place, strides ? &own : nullptr);
     if (!made_) return false;
     source_ = place;
     for (int i = 0; strides && i < r.t.ndim; i++)

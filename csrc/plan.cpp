@@ -180,8 +180,8 @@ Plan make_plan(const Problem &problem) {
     const bool soon = last.affine || problem.has_mask;
     const int64_t enough = size >= SHORT ? (last.affine ? size / 2 : 8 * size)
                            : soon ? ENOUGH : std::max(ENOUGH, 3 * size / 2);
-    if (steps >= enough && !(outer_affine && any_affine) && continues(groups, last, tensors) &&
-        groups.loop.size * size <= 65536) {
+    // How many groups there are decides nothing: a group has the same bits among any others.
+    if (steps >= enough && !(outer_affine && any_affine) && continues(groups, last, tensors)) {
       nest.lanes = 1;
       nest.fold = last.loop.size;
       nest.per_element = lane_affine;

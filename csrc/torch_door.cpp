@@ -195,10 +195,12 @@ PyObject *channel_norm_of_arrays(PyObject *const *args, PyObject *out) {
   const bool given = args[8] == Py_False;
   Channels c = {};
   Strides strides;
+  double momentum;
   if (given != (running_mean != Py_None) || given != (running_var != Py_None) ||
       (!given && args[8] != Py_True) || !read_channel_norm<Arrays>(args, c, strides) ||
       !read_activation(args[10], c.job.activation) ||
-      (!given && c.kind == BATCH && c.x.size == c.channels) ||  // an error
+      !read_number(args[9], momentum) ||  // not used, but it may be an error
+      (!given && c.kind == BATCH && c.x.size == c.channels) ||  // another
       !read_channels<Arrays>(running_mean, c.channels, c.task.running_mean,
                              c.task.running_mean_dtype) ||
       !read_channels<Arrays>(running_var, c.channels, c.task.running_var,

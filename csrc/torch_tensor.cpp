@@ -53,7 +53,8 @@ class Question {
 // Who may be watching: functions without arguments that return a number or a bool,
 // torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
 struct {
-  Question dispatch_modes, function_mode, transforms, tracing, grad_enabled, is_neg, is_inference;
+  Question dispatch_modes, function_mode, transforms, tracing, grad_enabled, inference_mode, is_neg,
+      is_inference;
   PyObject *compiler, *forward_ad;
 } watch;
 
@@ -139,6 +140,7 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
                       {"transforms", &watch.transforms.function},
                       {"tracing", &watch.tracing.function},
                       {"grad_enabled", &watch.grad_enabled.function},
+                      {"inference_mode", &watch.inference_mode.function},
                       {"is_neg", &watch.is_neg.function},
                       {"is_inference", &watch.is_inference.function},
                       {"compiler", &watch.compiler},
@@ -148,7 +150,7 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
   Py_DECREF(least);
   bool prepared = !PyErr_Occurred();
   for (Question *question : {&watch.dispatch_modes, &watch.function_mode, &watch.transforms,
-                             &watch.tracing, &watch.grad_enabled})
+                             &watch.tracing, &watch.grad_enabled, &watch.inference_mode})
     prepared = prepared && question->prepare();
   prepared = prepared && watch.is_neg.prepare(model) && watch.is_inference.prepare(model);
   Py_DECREF(model);
@@ -187,6 +189,10 @@ bool wants_gradient(PyObject *tensor) {
 }
 
 bool is_inference(PyObject *tensor) { return !says_no(watch.is_inference, tensor); }
+
+bool may_be_written(PyObject *tensor) {
+  return !is_inference(tensor) || !says_no(watch.inference_mode);
+}
 
 bool increment_versions(std::initializer_list<PyObject *> tensors) {
   PyObject *all = PyTuple_New((Py_ssize_t)tensors.size());

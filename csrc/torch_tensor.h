@@ -55,6 +55,8 @@ bool is_recording();  // gradients
 bool wants_gradient(PyObject *tensor);
 // A tensor that keeps no version may not be written.
 bool is_inference(PyObject *tensor);
+// Not one made in inference mode, unless that is on.
+bool may_be_written(PyObject *tensor);
 // That tensors were written, for autograd. False: an exception is set.
 bool increment_versions(std::initializer_list<PyObject *> tensors);
 

@@ -344,6 +344,41 @@ def test_a_smooth_activation_that_is_not_alone_behind_a_norm() -> None:
         torch.testing.assert_close(given.grad, wanted.grad)
 
 
+def test_a_smooth_activation_without_the_gradient_of_its_norm() -> None:
+    """It was computed where the norm is, which has a gradient."""
+    functional = torch.nn.functional
+
+    def gated(x: Tensor) -> Tensor:
+        y = axisnorm.layer_norm(x, (8,))
+        with torch.no_grad():
+            gate = functional.silu(y)
+        return gate * x
+
+    def constant(x: Tensor) -> Tensor:
+        y = axisnorm.group_norm(x, 2)
+        with torch.no_grad():
+            return functional.gelu(y)
+
+    given, wanted = (values((4, 8)).requires_grad_() for _ in range(2))
+    gated(wanted).sum().backward()
+    torch.compile(gated, fullgraph=True)(given).sum().backward()
+    torch.testing.assert_close(given.grad, wanted.grad)
+    assert not torch.compile(constant, fullgraph=True)(given).requires_grad
+
+
+def test_activations_by_keyword() -> None:
+    """Those of programs without a norm, too, stopped the compiler."""
+    functional = torch.nn.functional
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        y = axisnorm.layer_norm(x, (8,))
+        return functional.silu(input=x.sin()), functional.gelu(input=y, approximate="none")
+
+    x = values((4, 8))
+    for one, other in zip(torch.compile(run, fullgraph=True)(x), run(x), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("sums", [False, True], ids=["norm", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool], ids=str)
 def test_what_looks_like_the_backward_of_a_relu_in_another_type(

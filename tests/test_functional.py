@@ -437,6 +437,10 @@ def test_out_may_share_memory_with_what_is_read(kind: str) -> None:
         x = square()
         axisnorm.layer_norm(x[read], 8, out=x[written])
         near(x[written], wanted, 1e-14)
+    x = square().clip(0.5, 2.0)
+    wanted = flat(axisnorm.batch_norm(x, x[1] + 0.0, x[6] + 0.0))
+    axisnorm.batch_norm(x, x[1], x[6], out=x)
+    near(x, wanted, 1e-14)
     for scheme in ("n [d]", "[n] d"):
         wanted = flat(axisnorm.normalize(square(), scheme))
         x = square()

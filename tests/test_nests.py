@@ -409,6 +409,21 @@ def test_what_has_no_kernel() -> None:
         assert (found_route.engine, found_route.reason) == ("reference", reason)
 
 
+def test_how_many_other_groups_there_are_changes_no_bits() -> None:
+    """From 65536 elements beside each other on, short lines were taken one by one."""
+    x, grad = (values((64, 17, 1000, 4), seed=seed) for seed in (1, 2))
+
+    def results(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x[:, :samples].clone().requires_grad_()
+        y = axisnorm.normalize(leaf, "[t] n c [l]")
+        return y, torch.autograd.grad(y, leaf, grad[:, :samples])[0]
+
+    whole = results(17)
+    for samples in (1, 16):
+        for one, other in zip(results(samples), whole, strict=True):
+            assert torch.equal(one, other[:, :samples])
+
+
 def test_rows_lines_and_lanes() -> None:
     reasons = {
         "rows": "each group is a row of contiguous elements",

@@ -183,6 +183,9 @@ def test_what_the_short_way_leaves_to_the_long_one() -> None:
     assert _native.short_channel_norm(*moving) is None
     one_value = (x[:1], w, None, _route.BATCH, None, 1e-5, None, None, True, 0.1, None)
     assert _native.short_channel_norm(*one_value) is None
+    for momentum in (None, "a", float("nan")):
+        odd = (x, w, None, _route.BATCH, None, 1e-5, None, None, True, momentum, None)
+        assert _native.short_channel_norm(*odd) is None
     no_statistics = (x, w, None, _route.BATCH, None, 1e-5, mean, None, False, 0.1, None)
     assert _native.short_channel_norm(*no_statistics) is None
     assert _native.short_add_layer_norm(x, x, (8,), w, None, 1e-5, 0.1, True, False, None) is None

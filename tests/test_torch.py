@@ -845,6 +845,19 @@ def test_the_short_way_writes_into_out() -> None:
     assert _native.short_layer_norm(arrays[0], 8, None, None, 1e-5, None, arrays[2]) is None
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_out_of_inference_mode(shared: bool) -> None:
+    """It was overwritten, and then torch's copy to it failed."""
+    with torch.inference_mode():
+        out = values((2, 8))
+        kept = out.clone()
+        axisnorm.layer_norm(kept.clone(), 8, out=out.clone())
+    x = out if shared else values((2, 8), seed=1)
+    with pytest.raises(axisnorm.ArgumentError, match="inference mode"):
+        axisnorm.layer_norm(x, 8, out=out)
+    assert torch.equal(out, kept)
+
+
 # --- Regressions, named after what went wrong
 
 

@@ -159,10 +159,12 @@ def normalize(
     """Normalize an array; batch statistics move given running statistics."""
     scheme = as_scheme(scheme)
     inputs, sizes = _checked(inputs, scheme)
-    if out is not None:
-        _check_out(inputs, out)
     moving = inputs.running_mean is not None and scheme.statistics == "batch"
     used = inputs._replace(running_mean=None, running_var=None) if moving else inputs
+    if out is not None:
+        _check_out(inputs, out, moving)
+        kept = [t.copy() if t is not None and np.may_share_memory(out, t) else t for t in used[4:]]
+        used = used._replace(running_mean=kept[0], running_var=kept[1])
     native = _is_native(used, sizes)
     if native:
         measured = _Measured(used, sizes) if moving else None
@@ -501,7 +503,7 @@ def _checked(inputs: Inputs, scheme: Scheme) -> tuple[Inputs, Sizes]:
     return Inputs(np.asarray(x), weight, bias, mask, *inputs[4:]), sizes
 
 
-def _check_out(inputs: Inputs, out: Array) -> None:
+def _check_out(inputs: Inputs, out: Array, moving: bool) -> None:
     x = inputs.x
     if not isinstance(out, np.ndarray) or (out.shape, out.dtype) != (x.shape, x.dtype):
         came = (
@@ -515,9 +517,9 @@ def _check_out(inputs: Inputs, out: Array) -> None:
         )
     _check_writable("out", out)
     for name, running in zip(Inputs._fields[4:], inputs[4:], strict=True):
-        if running is not None and np.may_share_memory(out, running):
+        if moving and np.may_share_memory(out, running):
             raise ArgumentError(
-                f"out and {name} share memory. Both are used. Give them memory of their own."
+                f"out and {name} share memory. Both are written. Give them memory of their own."
             )
 
 

@@ -217,6 +217,7 @@ _CONNECTED: dict[str, Any] = {
     "transforms": _transforms,
     "tracing": _tracing,
     "grad_enabled": _grad_enabled,
+    "inference_mode": torch.is_inference_mode_enabled,
     "model": torch.empty(0, device="cpu"),
     "is_neg": Tensor.is_neg,
     "is_inference": Tensor.is_inference,
@@ -924,6 +925,11 @@ def _check_out(inputs: Inputs, out: Tensor) -> None:
             "Make it with torch.empty_like(x)."
         )
     _check_writable("out", out)
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "out is written to, and tensors made in inference mode cannot be outside of it. "
+            "One came. Give its clone()."
+        )
     if _needs_grad(*inputs[:3], out):
         raise ArgumentError(
             "out= has no gradient. The input, the parameters or out require one. "

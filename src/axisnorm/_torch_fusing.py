@@ -27,13 +27,24 @@ SMOOTH: dict[Any, str] = {torch.nn.functional.silu: "silu", torch.nn.functional.
 
 def join_smooth(activated: Node) -> None:
     """Have the norm before it, if there is one, apply one of ``SMOOTH``."""
-    y: Any = activated.args[0]
+    y: Any = next(iter(activated.args), None)
     given = activated.args[1:]
     name = SMOOTH[activated.target]
     if name == "gelu" and "none" not in (*given, activated.kwargs.get("approximate", "none")):
         return
-    if _is_output(y, 0) and _takes_activation(y.args[0]):
+    if (
+        _is_output(y, 0)
+        and _takes_activation(y.args[0])
+        and _are_differentiated_alike(y, activated)
+    ):
         _join_forward(activated, y, name)
+
+
+def _are_differentiated_alike(*nodes: Node) -> bool:
+    """Whether all have a gradient or none has. Where one stands under no_grad they differ."""
+    values = [node.meta.get("example_value") for node in nodes]
+    kinds = {isinstance(value, torch.Tensor) and value.requires_grad for value in values}
+    return len(kinds) == 1 and None not in values
 
 
 def join_activations(graph: Graph) -> int:
