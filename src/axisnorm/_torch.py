@@ -925,7 +925,8 @@ def _check_out(inputs: Inputs, out: Tensor) -> None:
             "Make it with torch.empty_like(x)."
         )
     _check_writable("out", out)
-    if out.is_inference() and not torch.is_inference_mode_enabled():
+    # Compilers of dynamic shapes know of no inference tensors.
+    if not _is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError(
             "out is written to, and tensors made in inference mode cannot be outside of it. "
             "One came. Give its clone()."
