@@ -39,8 +39,6 @@ struct Arrays {
   static bool has_changed(PyObject *) { return true; }
 };
 
-inline int64_t width_of(int dtype) { return dtype == F64 ? 8 : dtype == F32 ? 4 : 2; }
-
 // Whether two elements may share memory, as in an expanded tensor.
 inline bool overlaps_itself(const Reading &r, const Strides &strides) {
   int64_t size[Strides::MOST], step[Strides::MOST];
@@ -70,8 +68,8 @@ struct Span {
     for (int i = 0; strides && i < r.t.ndim; i++)
       (strides->of[i] < 0 ? before : after) += strides->of[i] * (r.t.shape[i] - 1);
     const char *const first = (const char *)data(r);
-    begin = first + before * width_of(r.dtype);
-    end = first + after * width_of(r.dtype);
+    begin = first + before * axisnorm::element_size(r.dtype);
+    end = first + after * axisnorm::element_size(r.dtype);
   }
   bool meets(const Span &other) const { return begin < other.end && other.begin < end; }
 };
@@ -102,7 +100,7 @@ template <class Source> class Output {
     if (!shared) return true;
     Strides own;
     target_ = place;
-    bytes_ = (size_t)(x.size * width_of(x.dtype));
+    bytes_ = (size_t)(x.size * axisnorm::element_size(x.dtype));
     made_ = Source::like(out, x.size, x.dtype, place, strides ? &own : nullptr);
     if (!made_) return false;
     source_ = place;

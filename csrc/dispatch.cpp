@@ -30,8 +30,6 @@ extern const Table table_generic;
 namespace axisnorm {
 namespace {
 
-int64_t element_size(int32_t dtype) { return dtype == F64 ? 8 : dtype == F32 ? 4 : 2; }
-
 // ---- instruction sets, best first
 
 struct Isa {

@@ -5,6 +5,9 @@
 
 namespace axisnorm {
 
+// In bytes, of a storage type.
+inline int64_t element_size(int32_t dtype) { return dtype == F64 ? 8 : dtype == F32 ? 4 : 2; }
+
 // All may throw std::bad_alloc, before anything is written.
 void forward(const Job &job);
 void backward(const Job &job);

@@ -48,8 +48,6 @@ int find_dtype(PyObject *descr) {
   return dtype;
 }
 
-int64_t width(int dtype) { return dtype == F64 ? 8 : dtype == F32 ? 4 : 2; }
-
 // False: they are not whole elements apart.
 bool set_strides(const Array &a, int64_t width, Strides &strides) {
   for (int i = 0; i < a.ndim; i++) {
@@ -100,17 +98,17 @@ bool read(PyObject *object, Reading &r, Strides *strides) {
   r.t.shape = (int64_t *)a.sizes;
   r.size = 1;
   for (int i = 0; i < a.ndim; i++) r.size *= a.sizes[i];
-  return r.size > 0 && (!strides || set_strides(a, width(r.dtype), *strides));
+  return r.size > 0 && (!strides || set_strides(a, axisnorm::element_size(r.dtype), *strides));
 }
 
 PyObject *like(PyObject *array, int64_t size, int dtype, void *&address, Strides *strides) {
-  PyObject *result = size * width(dtype) < large
+  PyObject *result = size * axisnorm::element_size(dtype) < large
                          ? new_like(array, KEEP_ORDER, nullptr, 0)
                          : PyObject_CallFunctionObjArgs(large_empty_like, array, nullptr);
   if (!result) return nullptr;
   const Array &a = *(const Array *)result;
   address = a.data;
-  if (strides) set_strides(a, width(dtype), *strides);
+  if (strides) set_strides(a, axisnorm::element_size(dtype), *strides);
   return result;
 }
 

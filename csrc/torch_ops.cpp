@@ -331,7 +331,7 @@ PyObject *op_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
 }
 
 void copy(void *to, const void *from, int64_t size, int dtype) {
-  memcpy(to, from, (size_t)size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2));
+  memcpy(to, from, (size_t)(size * axisnorm::element_size(dtype)));
 }
 
 // A copy of a contiguous tensor of so many elements, and where its elements are.

@@ -324,7 +324,7 @@ PyObject *small_empty_like(PyObject *tensor) {
 }  // namespace
 
 PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address, Strides *strides) {
-  const int64_t bytes = size * (dtype == F64 ? 8 : dtype == F32 ? 4 : 2);
+  const int64_t bytes = size * axisnorm::element_size(dtype);
   PyObject *result = bytes < large
                          ? small_empty_like(tensor)
                          : PyObject_CallFunctionObjArgs(large_empty_like, tensor, nullptr);
