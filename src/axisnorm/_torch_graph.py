@@ -192,7 +192,7 @@ def _seen() -> Seen:
         if batch is not True or not is_instance(momentum, real) or not -1e300 < momentum < 1e300:
             return None
         text = f"{text}; momentum={real(momentum)!r}"
-        fused, behind = (None, None) if activation is None else split(activation)
+        fused, behind = split_known(activation)
         y, _, mean, var = train(x, weight, bias, None, text, running_mean, running_var, fused)
         running_mean.copy_(mean)
         running_var.copy_(var)
@@ -207,12 +207,15 @@ def _seen() -> Seen:
         running_mean: Any = None,
         running_var: Any = None,
     ) -> Tensor:
-        fused, behind = (None, None) if activation is None else split(activation)
+        fused, behind = split_known(activation)
         y = norm(x, weight, bias, None, text, running_mean, running_var, fused)[0]
         return y if behind is None else activate(y, behind)
 
     def is_known(activation: Any) -> bool:
         return activation is None or activation in activations
+
+    def split_known(activation: Any) -> tuple[Any, Any]:
+        return (None, None) if activation is None else split(activation)
 
     def is_usual(x: Any, weight: Any, bias: Any, eps: Any) -> bool:
         """Whether these are plain tensors of a processor, and a number."""
@@ -252,7 +255,7 @@ def _seen() -> Seen:
         prenorm: Any,
         activation: Any,
     ) -> Any:
-        fused, behind = (None, None) if activation is None else split(activation)
+        fused, behind = split_known(activation)
         y, h, _ = add(x, residual, weight, bias, None, 0.0, text, fused)
         y = y if behind is None else activate(y, behind)
         return (y, h) if prenorm else y
