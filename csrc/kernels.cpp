@@ -54,16 +54,17 @@ constexpr int64_t NEAR = 64;  // elements that it is the mean of
 template <class T> INLINE Vector<T> sum_near(const T *x, int64_t m, Scalar<T> *x0) {
   constexpr int W = lanes<T>;
   *x0 = (m < W ? load(x, m) : load(x))[0];
-  Vector<T> s = {};
+  Vector<T> s[2] = {};
   int64_t i = 0;
-  for (; i + W <= m; i += W) s += load(x + i) - *x0;
-  if (i < m) s += keep(load(x + i, m - i) - *x0, m - i);
-  return s;
+  for (; i + 2 * W <= m; i += 2 * W) s[0] += load(x + i) - *x0, s[1] += load(x + i + W) - *x0;
+  if (i + W <= m) s[0] += load(x + i) - *x0, i += W;
+  if (i < m) s[1] += keep(load(x + i, m - i) - *x0, m - i);
+  return s[0] + s[1];
 }
 template <class T> INLINE Scalar<T> guess_mean(const T *x, int64_t n) {
   const int64_t m = smaller(n, NEAR);
   Scalar<T> x0;
-  const double s = sum(sum_near(x, m, &x0));
+  const double s = block_sum(sum_near(x, m, &x0));
   return x0 + (Scalar<T>)(m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
 }
 
@@ -113,7 +114,7 @@ template <class T, bool Center> INLINE Sums sums(const T *x, int64_t n, Scalar<T
     const Vector<T> d = Center ? keep(load(x, n) - k, n) : load(x, n);
     return {Center ? sum(d) : 0, sum(d * d)};
   }
-  Total<Vector<T>> total_s, total_q;
+  Total<Vector<T>> total_s = {}, total_q = {};
   add_sums<T, Center>(x, n, k, total_s, total_q);
   return {Center ? total_s.value() : 0, total_q.value()};
 }
@@ -537,7 +538,7 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
   }
 
   Scalar<T> *const dw = over_rows.weight, *const db = over_rows.bias;
-  Total<V> total1[R], total2[R];
+  Total<V> total1[R] = {}, total2[R] = {};
   const auto step = [&](int64_t i, int64_t tail, V *s1, V *s2) __attribute__((always_inline)) {
     const V weight = tail ? load(w + (i & w_mask), tail) : load(w + (i & w_mask));
     V by_weight = {}, by_bias = {};

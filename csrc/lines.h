@@ -22,6 +22,7 @@ template <class C> struct LineUnit {
 // Short groups one after the other would wait for each root and division. So many of them are settled
 // as lanes of vectors, to the same bits.
 constexpr int BATCH = 8;
+constexpr int64_t GUESSED = 1024;  // bytes
 template <class C> struct LineBatch {
   alignas(VB) C k[BATCH] = {}, hi[BATCH], lo[BATCH], shift[BATCH], rstd[BATCH];
   alignas(VB) C first[BATCH] = {}, mean[BATCH], slope[BATCH];
@@ -113,15 +114,26 @@ template <class T> struct OfLines {
   };
   static constexpr int LISTED = 16;  // lines of each unit
   // Lists the lines [begin, end) of each unit in the order of memory.
-  NOINLINE void list(const Place *at, int count, int64_t begin, int64_t end, void *out, Array to,
-                        Line *line) const {
+  template <bool Backward>
+  NOINLINE void list(const Place *at, int count, int64_t begin, int64_t end, void *out,
+                     Line *line) const {
+    constexpr Array to = Backward ? DX : Y;
     const auto add = [&](const Place &p, const Place &from, int k) __attribute__((always_inline)) {
       const auto offset = [&](Array a) __attribute__((always_inline)) {
         return p.at[a] + (at[k].at[a] - from.at[a]);
       };
-      const int64_t a = offset(AFFINE), g = offset(GRAD);
-      *line++ = {(const T *)job.x + offset(X), (const T *)job.grad + g, (T *)out + offset(to),
-                 weight + a, bias + a, (double *)task.sums + 2 * offset(PIECE), k};
+      const int64_t a = offset(AFFINE);
+      line->x = (const T *)job.x + offset(X);
+      line->out = (T *)out + offset(to);
+      line->weight = weight + a;
+      line->unit = k;
+      if (Backward) {
+        line->grad = (const T *)job.grad + offset(GRAD);
+        line->sums = (double *)task.sums + 2 * offset(PIECE);
+      } else {
+        line->bias = bias + a;
+      }
+      line++;
     };
     const Lines &lines = nest.applied;
     if (across())
@@ -138,13 +150,13 @@ template <class T> struct OfLines {
   }
   // f(lines, how many, how many of each unit) for all lines of a batch. listed: what the last call of it
   // has listed may still stand there.
-  template <class F>
-  INLINE void each_list(const Place *at, int count, void *out, Array to, Line *line, bool listed,
+  template <bool Backward, class F>
+  INLINE void each_list(const Place *at, int count, void *out, Line *line, bool listed,
                         const F &f) const {
     const int64_t all = nest.applied.count;
     for (int64_t begin = 0; begin < all; begin += LISTED) {
       const int64_t end = smaller(all, begin + LISTED);
-      if (!listed || all > LISTED) list(at, count, begin, end, out, to, line);
+      if (!listed || all > LISTED) list<Backward>(at, count, begin, end, out, line);
       f(line, count * (end - begin), end - begin);
     }
   }
@@ -216,7 +228,7 @@ template <class T> struct OfLines {
   }
 
   NOINLINE void sum(const Place &at, Unit &u, int64_t part) const {
-    Total<V> s, q;
+    Total<V> s = {}, q = {};
     each_piece(nest.measured, at, part, [&](const Place &p, int64_t, int64_t i, int64_t n)
                                             __attribute__((always_inline)) {
       if (!task.mask) return add_sums<T, true>(x(p) + i, n, u.k, s, q);
@@ -284,63 +296,78 @@ template <class T> struct OfLines {
   template <bool Center> NOINLINE bool measure(const Place *at, int count, Batch &u) const {
     const Lines &lines = nest.measured;
     Total<V> s[BATCH], q[BATCH];
-    const T *line[BATCH];
-    for (int k = 0; k < count; k++) line[k] = x(at[k]);
     // Longer lines are read once from end to end: each guess right before its sums.
-    bool guess = Center && lines.n * (int64_t)sizeof(T) > 512;
-    if (Center && !guess) guess_means(line, count, u.k);
-    each_line(lines, at[0], 0, lines.count, [&](const Place &p, int64_t) {
-      for (int k = 0; k < count; k++) line[k] = x(at[k]) + (p.at[X] - at[0].at[X]);
-      add_lines<Center>(line, count, guess, u.k, s, q);
-      guess = false;
+    const bool guess = Center && lines.n * (int64_t)sizeof(T) > GUESSED;
+    if (Center && !guess) guess_means(at, count, u.k);
+    each_line(lines, at[0], 0, lines.count, [&](const Place &p, int64_t i) {
+      add_lines<Center>(at, count, p.at[X] - at[0].at[X], i == 0, guess, u.k, s, q);
     });
+    for (int k = count; k < BATCH; k++) s[k] = q[k] = Total<V>{};
     alignas(VB) double sums[BATCH], squares[BATCH], var[BATCH];
     for (int j = 0; j < BATCH; j += D) {
       store(sums + j, values(s + j));
       store(squares + j, values(q + j));
     }
-    const double size = (double)nest.group_size;
-    for (int k = 0; Center && k < count; k++) {
-      constexpr double factor = same<C, double> ? 5 : 2;  // as in moments
-      if (__builtin_expect(factor * sums[k] * sums[k] <= size * squares[k], 1)) continue;
-      u.k[k] += (C)(sums[k] / size);
-      Total<V> again[2];
-      each_line(lines, at[k], 0, lines.count, [&](const Place &p, int64_t) {
-        add_sums<T, Center>(x(p), lines.n, u.k[k], again[0], again[1]);
-      });
-      sums[k] = again[0].value();
-      squares[k] = again[1].value();
-    }
     for (int k = count; k < BATCH; k++) squares[k] = 1;  // nothing is wrong with what is not there
+    const double size = (double)nest.group_size;
+    if (Center && __builtin_expect(is_far(sums, squares), 0)) {
+      for (int k = 0; k < count; k++) {
+        if (!is_far(sums[k], squares[k])) continue;
+        u.k[k] += (C)(sums[k] / size);
+        Total<V> again[2] = {};
+        each_line(lines, at[k], 0, lines.count, [&](const Place &p, int64_t) {
+          add_sums<T, Center>(x(p), lines.n, u.k[k], again[0], again[1]);
+        });
+        sums[k] = again[0].value();
+        squares[k] = again[1].value();
+      }
+    }
     vl redo = {};
     for (int j = 0; j < BATCH; j += D) {
       redo |= settle_some(task, load(sums + j), load(squares + j), broadcast(size), u.k + j,
                           u.hi + j, u.lo + j, u.rstd + j, var + j);
     }
     if (__builtin_expect(any(redo), 0)) return false;
-    for (int k = 0; k < count; k++) {
-      u.shift[k] = -u.lo[k] * u.rstd[k];
+    for (int k = 0; k < BATCH; k++) u.shift[k] = -u.lo[k] * u.rstd[k];
+    if (!job.stats && !job.var && !task.count) return true;
+    for (int k = 0; k < count; k++)
       save_statistics(task, at[k].at[STATS], u.hi[k], u.lo[k], u.rstd[k], var[k], size);
-    }
     return true;
   }
+  // As in moments.
+  bool is_far(double sum, double squares) const {
+    constexpr double factor = same<C, double> ? 5 : 2;
+    return !(factor * sum * sum <= (double)nest.group_size * squares);
+  }
+  bool is_far(const double *sum, const double *squares) const {
+    bool far = false;
+    for (int k = 0; k < BATCH; k++) far |= is_far(sum[k], squares[k]);
+    return far;
+  }
+  // One line of each unit, so far from the first one.
   template <bool Center>
-  NOINLINE void add_lines(const T *const *line, int count, bool guess, C *shift, Total<V> *s,
-                          Total<V> *q) const {
+  NOINLINE void add_lines(const Place *at, int count, int64_t offset, bool first, bool guess, C *shift,
+                          Total<V> *s, Total<V> *q) const {
     const int64_t n = nest.measured.n;
     for (int k = 0; k < count; k++) {
-      if (guess) shift[k] = guess_mean(line[k], n);
-      add_sums<T, Center>(line[k], n, shift[k], s[k], q[k]);
+      const T *line = x(at[k]) + offset;
+      if (guess && first) shift[k] = guess_mean(line, n);
+      Total<V> sum = {}, square = {};
+      if (!first) sum = s[k], square = q[k];
+      add_sums<T, Center>(line, n, shift[k], sum, square);
+      s[k] = sum;
+      q[k] = square;
     }
   }
-  // guess_mean of each line.
-  NOINLINE void guess_means(const T *const *line, int count, C *k) const {
+  // guess_mean of each unit.
+  NOINLINE void guess_means(const Place *at, int count, C *k) const {
     const int64_t m = smaller(nest.measured.n, NEAR);
-    C x0[BATCH] = {};
-    vd near[BATCH] = {};
-    for (int i = 0; i < count; i++) near[i] = fold(sum_near(line[i], m, x0 + i));
+    C x0[BATCH];
+    V near[BATCH];
+    for (int i = 0; i < count; i++) near[i] = sum_near(x(at[i]), m, x0 + i);
+    for (int i = count; i < BATCH; i++) near[i] = V{}, x0[i] = 0;
     for (int j = 0; j < BATCH; j += D) {
-      const vd s = sum_each(near + j);
+      const vd s = block_sums(near + j);
       store_rounded(k + j, m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
     }
     for (int i = 0; i < BATCH; i++) k[i] = x0[i] + k[i];
@@ -348,7 +375,7 @@ template <class T> struct OfLines {
   template <bool PerElement>
   void apply_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
     Line listed[LISTED * BATCH];
-    each_list(at, count, job.y, Y, listed, false, [&](const Line *line, int64_t lines, int64_t) {
+    each_list<false>(at, count, job.y, listed, false, [&](const Line *line, int64_t lines, int64_t) {
       apply_lines<PerElement>(line, lines, u, ahead);
     });
   }
@@ -525,7 +552,7 @@ template <class T> struct OfLines {
   INLINE PieceSums flat_sums(const T *g, const T *x, int64_t n, const Unit &u, C weight,
                              T *dx) const {
     const C first = (C)get(g);
-    Total<V> t[can_round<T> ? 3 : 2];
+    Total<V> t[can_round<T> ? 3 : 2] = {};
     for (int64_t i = 0; i < n; i += FLAT<T>) {
       const int64_t m = smaller(FLAT<T>, n - i);
       const FlatSums block = flat_block<Writes>(g + i, x + i, m, u.constants(), first, weight,
@@ -549,7 +576,7 @@ template <class T> struct OfLines {
   // dw and db are at the weight's first element.
   INLINE PieceSums element_sums(const T *g, const T *x, int64_t n, const Unit &u, const C *w,
                                 double *dw, double *db) const {
-    Total<V> t1, t2;
+    Total<V> t1 = {}, t2 = {};
     const Standardize<T, false> standardized(u.constants());
     const Parameter<true, C> weights(w);
     int64_t i = 0;
@@ -673,7 +700,7 @@ template <class T> struct OfLines {
     for (int k = 0; !task.running_mean && k < count; k++)
       if (!finite(u.mean[k]) || !finite(u.slope[k])) return false;
     if (!job.dx) return true;
-    each_list(at, count, job.dx, DX, line, sums, [&](const Line *line, int64_t lines, int64_t) {
+    each_list<true>(at, count, job.dx, line, sums, [&](const Line *line, int64_t lines, int64_t) {
       differentiate_lines(line, lines, u, ahead);
     });
     return true;
@@ -698,9 +725,9 @@ template <class T> struct OfLines {
     C of_line[LISTED * BATCH];
     alignas(VB) C first[BATCH] = {}, w[BATCH] = {}, gw[BATCH];
     alignas(VB) double by_xhat[BATCH], by_grad[BATCH];
-    Total<vd> s1[BATCH / D], s2[BATCH / D];
-    each_list(at, count, job.dx, DX, listed, false, [&](const Line *line, int64_t lines,
-                                                        int64_t of_each) {
+    Total<vd> s1[BATCH / D] = {}, s2[BATCH / D] = {};
+    each_list<true>(at, count, job.dx, listed, false, [&](const Line *line, int64_t lines,
+                                                          int64_t of_each) {
       sum_lines<Writes>(line, lines, u, of_line, sums);
       // From a line to the next one of its unit, and to the same one of the next unit.
       const int64_t down = across() ? count : 1, beside = across() ? 1 : of_each;

@@ -464,16 +464,17 @@ INLINE vd block_sums(const vf v[lanes<double>]) {
 }
 INLINE vd block_sums(const vd v[lanes<double>]) { return sum_each(v); }
 
-// Sums of blocks, merged in order: floats in double, doubles with the rounding errors kept.
+// Sums of blocks, merged in order: floats in double, doubles with the rounding errors kept. They begin
+// as {}, but for arrays that are set where they are needed.
 template <class V> struct Total;
 template <> struct Total<vf> {
-  vd s = {};
+  vd s;
   INLINE void add(vf block) { s += fold(block); }
   INLINE void add_only(vf block) { s[0] = block_sum(block); }  // where no other one comes
   INLINE double value() const { return sum(s); }
 };
 template <> struct Total<vd> {
-  vd s = {}, rest = {};
+  vd s, rest;
   INLINE void add(vd block) {
     const vd t = s + block, z = t - s;
     rest += (s - (t - z)) + (block - z);
