@@ -136,7 +136,9 @@ template <class T> struct OfLines {
       line++;
     };
     const Lines &lines = nest.applied;
-    if (across())
+    if (lines.count == 1)
+      for (int k = 0; k < count; k++) add(at[k], at[k], k);
+    else if (across())
       each_line(lines, at[0], begin, end, [&](const Place &p, int64_t)
                                               __attribute__((always_inline)) {
         for (int k = 0; k < count; k++) add(p, at[0], k);
