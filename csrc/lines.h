@@ -112,7 +112,7 @@ template <class T> struct OfLines {
     double *sums;
     int unit;
   };
-  static constexpr int LISTED = 16;  // lines of each unit
+  static constexpr int LISTED = 16;  // lines of each unit of a whole batch
   // Lists the lines [begin, end) of each unit in the order of memory.
   template <bool Backward>
   NOINLINE void list(const Place *at, int count, int64_t begin, int64_t end, void *out,
@@ -155,10 +155,10 @@ template <class T> struct OfLines {
   template <bool Backward, class F>
   INLINE void each_list(const Place *at, int count, void *out, Line *line, bool listed,
                         const F &f) const {
-    const int64_t all = nest.applied.count;
-    for (int64_t begin = 0; begin < all; begin += LISTED) {
-      const int64_t end = smaller(all, begin + LISTED);
-      if (!listed || all > LISTED) list<Backward>(at, count, begin, end, out, line);
+    const int64_t all = nest.applied.count, most = LISTED * BATCH / count;
+    for (int64_t begin = 0; begin < all; begin += most) {
+      const int64_t end = smaller(all, begin + most);
+      if (!listed || all > most) list<Backward>(at, count, begin, end, out, line);
       f(line, count * (end - begin), end - begin);
     }
   }
@@ -682,7 +682,9 @@ template <class T> struct OfLines {
 
   // As forward_together.
   bool backward_together(const Place *at, int count, int64_t ahead) const {
-    if (count == 1 || per_element || nest.applied.n > FLAT<T>) return false;
+    if (nest.applied.count * count < D || per_element || nest.applied.n > FLAT<T> || task.mask ||
+        nest.applied.parts > 1)
+      return false;
     Batch u;
     for (int k = 0; k < count; k++) {
       const Known<C> known(task, at[k]);
@@ -711,7 +713,7 @@ template <class T> struct OfLines {
   NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, C *first,
                           FlatSums *sums) const {
     const int64_t n = nest.applied.n;
-    const bool warms = !Writes && job.dx && warms_output();
+    const bool warms = false;
     for (const Line *const end = line + lines; line < end; line++, first++, sums++) {
       *first = (C)get(line->grad);
       if (warms) warm(line->out, n);
@@ -719,52 +721,65 @@ template <class T> struct OfLines {
                                  Writes ? *line->weight : 0, line->out);
     }
   }
-  // Sums of lines in the order of memory, then of one line of each unit as a vector.
+  // What so many lines add to the sums of their units, as many at once as a vector of doubles has lanes:
+  // one after the other, each would wait for its own. As flat_sums.
+  template <bool Writes>
+  INLINE void add_batch(const Line *line, int64_t lines, const Batch &u, double *s1, double *s2) const {
+    const vd n = broadcast((double)nest.applied.n);
+    FlatSums sums[D];
+    alignas(VB) C first[D], w[D], gw[D], of_unit[D];
+    sum_lines<Writes>(line, lines, u, first, sums);
+    for (int64_t i = lines; i < D; i++) sums[i] = sums[0], first[i] = first[0];
+    for (int64_t i = 0; i < D; i++) {
+      const Line &l = line[smaller(i, lines - 1)];
+      w[i] = *l.weight;
+      of_unit[i] = u.first[l.unit];
+    }
+    for (int i = 0; i < D; i++) gw[i] = first[i] * w[i];
+    const auto values_of = [&](int which) __attribute__((always_inline)) {
+      V v[D];
+      for (int i = 0; i < D; i++) v[i] = sums[i].of[which];
+      return block_sums(v);
+    };
+    const vd of_grad = values_of(0), of_xhat = values_of(1), weights = load_as_double(w);
+    const vd rest = load_as_double(gw) - load_as_double(of_unit);
+    store(s1, weights * of_grad + rest * n);
+    store(s2, weights * of_xhat);
+    if (!task.sums) return;
+    alignas(VB) double by_xhat[D], by_grad[D];
+    store(by_grad, load_as_double(first) * n + of_grad);
+    store(by_xhat, can_round<T> && rounded ? values_of(can_round<T> ? 2 : 1) : of_xhat);
+    for (int64_t i = 0; i < lines; i++) {
+      line[i].sums[0] = by_xhat[i];
+      line[i].sums[1] = by_grad[i];
+    }
+  }
   template <bool Writes>
   NOINLINE void sum_batch(const Place *at, int count, Batch &u, Line *listed) const {
-    const vd n = broadcast((double)nest.applied.n);
-    FlatSums sums[LISTED * BATCH];
-    C of_line[LISTED * BATCH];
-    alignas(VB) C first[BATCH] = {}, w[BATCH] = {}, gw[BATCH];
-    alignas(VB) double by_xhat[BATCH], by_grad[BATCH];
-    Total<vd> s1[BATCH / D] = {}, s2[BATCH / D] = {};
+    Compensated s1[BATCH], s2[BATCH];
     each_list<true>(at, count, job.dx, listed, false, [&](const Line *line, int64_t lines,
                                                           int64_t of_each) {
-      sum_lines<Writes>(line, lines, u, of_line, sums);
+      alignas(VB) double of_line[2][LISTED * BATCH];
+      for (int64_t i = 0; i < lines; i += D)
+        add_batch<Writes>(line + i, smaller(D, lines - i), u, of_line[0] + i, of_line[1] + i);
+      if (task.running_mean) return;
       // From a line to the next one of its unit, and to the same one of the next unit.
       const int64_t down = across() ? count : 1, beside = across() ? 1 : of_each;
-      for (int64_t l = 0; l < of_each; l++) {  // as flat_sums
-        for (int k = 0; k < count; k++) {
-          first[k] = of_line[l * down + k * beside];
-          w[k] = *line[l * down + k * beside].weight;
+      for (int k = 0; k < count; k++) {
+        Compensated sum1 = s1[k], sum2 = s2[k];
+        for (int64_t l = 0, i = k * beside; l < of_each; l++, i += down) {
+          sum1.add(of_line[0][i]);
+          sum2.add(of_line[1][i]);
         }
-        for (int k = 0; k < BATCH; k++) gw[k] = first[k] * w[k];
-        for (int j = 0; j < BATCH; j += D) {
-          const auto values_of = [&](int which) __attribute__((always_inline)) {
-            V v[D];
-            for (int i = 0; i < D; i++)
-              v[i] = sums[l * down + smaller(j + i, count - 1) * beside].of[which];
-            return block_sums(v);
-          };
-          const vd of_grad = values_of(0), of_xhat = values_of(1), weights = load_as_double(w + j);
-          const vd rest = load_as_double(gw + j) - load_as_double(u.first + j);
-          s1[j / D].add(weights * of_grad + rest * n);
-          s2[j / D].add(weights * of_xhat);
-          store(by_grad + j, load_as_double(first + j) * n + of_grad);
-          store(by_xhat + j, can_round<T> && rounded ? values_of(can_round<T> ? 2 : 1) : of_xhat);
-        }
-        for (int k = 0; task.sums && k < count; k++) {
-          double *const at = line[l * down + k * beside].sums;
-          at[0] = by_xhat[k];
-          at[1] = by_grad[k];
-        }
+        s1[k] = sum1;
+        s2[k] = sum2;
       }
     });
+    if (task.running_mean) return;
     const double size = (double)nest.group_size, divisor = divisor_of(task, size);
-    for (int j = 0; j < BATCH; j += D) {
-      const vd mean = load_as_double(u.first + j) + s1[j / D].each() / size;
-      store_rounded(u.mean + j, center ? -mean : vd{});
-      store_rounded(u.slope + j, -(s2[j / D].each() / divisor));
+    for (int k = 0; k < count; k++) {
+      u.mean[k] = center ? -(C)((double)u.first[k] + s1[k].value() / size) : C(0);
+      u.slope[k] = -(C)(s2[k].value() / divisor);
     }
   }
   NOINLINE void differentiate_lines(const Line *line, int64_t lines, const Batch &u,
