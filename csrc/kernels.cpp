@@ -199,6 +199,22 @@ template <class T, bool Center> INLINE Vector<T> standardize(Vector<T> x, const 
   return Center ? fma(x - row.hi, row.rstd, row.shift) : x * row.rstd;
 }
 
+// dx from gw = grad * weight; mean and slope are minus mean(gw) and minus sum(gw * xhat) / divisor. The
+// products of what a group has in common are made once.
+template <class T> struct Derivative {
+  Vector<T> hi, rstd, mean, by_slope, at_hi;
+  INLINE void set(const Row<T> &row, Scalar<T> minus_mean, Scalar<T> minus_slope) {
+    hi = row.hi;
+    rstd = row.rstd;
+    mean = broadcast(minus_mean);
+    by_slope = rstd * minus_slope;
+    at_hi = row.shift * minus_slope;
+  }
+  template <bool Center> INLINE Vector<T> of(Vector<T> x, Vector<T> gw) const {
+    return fma(Center ? x - hi : x, by_slope, Center ? gw + mean + at_hi : gw) * rstd;
+  }
+};
+
 // ---- the slow path: any finite row, in double
 
 inline double get(const double *p) { return *p; }
@@ -504,16 +520,13 @@ __attribute__((noinline)) void backward_exact(const Job &job, const Affine &affi
 // The second sweep over a row of a sum, where more than dx is wanted.
 template <class T, bool Center>
 __attribute__((noinline)) void derivative_of_sum(const Job &job, const Affine &affine, int64_t r,
-                                                 const Row<T> &row, const Vector<T> &mean,
-                                                 const Vector<T> &slope) {
-  typedef Vector<T> V;
+                                                 const Derivative<T> &derivative) {
   const int64_t w_mask = -affine.weight_step;
   const T *x = (const T *)job.x + r * job.x_stride, *g = (const T *)job.grad + r * job.grad_stride;
   const Scalar<T> *w = (const Scalar<T> *)affine.weight;
   store_gradients<T>(job, r, [&](int64_t i, int64_t k) __attribute__((always_inline)) {
-    const V v = standardize<T, Center>(load_part(x + i, k), row);
-    const V gw = load_part(g + i, k) * load_part(w + (i & w_mask), k);
-    return fma(v, slope, Center ? gw + mean : gw) * row.rstd;
+    return derivative.template of<Center>(load_part(x + i, k),
+                                          load_part(g + i, k) * load_part(w + (i & w_mask), k));
   });
 }
 
@@ -584,25 +597,21 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
   if (!job.dx && !job.dropped_dx) return;
 
   T *dx[R];
-  V mean[R], slope[R];
+  Derivative<T> of_row[R];
   bool redo[R];
   for (int k = 0; k < R; k++) {
     const Scalar<T> m1 =
         Center ? (Scalar<T>)((double)first[k] + total1[k].value() / (double)n) : Scalar<T>(0);
     const Scalar<T> m2 = (Scalar<T>)(total2[k].value() / job.divisor);
-    redo[k] = !finite(m1) || !finite(m2);
-    mean[k] = broadcast(-m1);
-    slope[k] = broadcast(-m2);
+    of_row[k].set(row[k], -m1, -m2);
+    redo[k] = !finite(m1) || !finite(of_row[k].by_slope[0]);
     dx[k] = (T *)job.dx + (r + k) * job.dx_stride;
   }
   const auto derivative = [&](V grad, V v, V weight, int k) __attribute__((always_inline)) {
-    v = standardize<T, Center>(v, row[k]);
-    const V gw = grad * weight;
-    return fma(v, slope[k], Center ? gw + mean[k] : gw) * row[k].rstd;
+    return of_row[k].template of<Center>(v, grad * weight);
   };
   if (job.grad_h || job.dropped_dx) {
-    for (int k = 0; k < R; k++)
-      derivative_of_sum<T, Center>(job, affine, r + k, row[k], mean[k], slope[k]);
+    for (int k = 0; k < R; k++) derivative_of_sum<T, Center>(job, affine, r + k, of_row[k]);
     i = n;
   } else {
     i = 0;

@@ -702,7 +702,7 @@ template <class T> struct OfLines {
     const bool sums = task.sums || !task.running_mean;
     if (sums) sum_batch<false>(at, count, u, line);
     for (int k = 0; !task.running_mean && k < count; k++)
-      if (!finite(u.mean[k]) || !finite(u.slope[k])) return false;
+      if (!finite(u.mean[k]) || !finite(u.slope[k] * u.rstd[k])) return false;
     if (!job.dx) return true;
     each_list<true>(at, count, job.dx, line, sums, [&](const Line *line, int64_t lines, int64_t) {
       differentiate_lines(line, lines, u, ahead);
@@ -799,7 +799,7 @@ template <class T> struct OfLines {
     const double count = u.count > 0 ? u.count : 1;
     u.mean = center ? -(C)((double)u.first + a.s / count) : C(0);
     u.slope = -(C)(a.q / divisor_of(task, u.count));
-    u.repair |= !finite(u.mean) || !finite(u.slope);
+    u.repair |= !finite(u.mean) || !finite(u.slope * u.rstd);
     return u.repair ? 2 : 0;
   }
 

@@ -386,14 +386,13 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
     return;
   }
   const Parameter<PerLane, Scalar<T>> m(mean), s(slope);
-  // With one for all, the products of the constants are made once.
-  const V by_slope = s.all * standardized.rstd.all, at_hi = s.all * standardized.shift.all;
+  Derivative<T> derivative;
+  derivative.set({standardized.hi.all, standardized.shift.all, standardized.rstd.all}, *mean, *slope);
   each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     if (ahead) fetch(x + i + ahead), fetch(grad + i + ahead);
-    const V v = tail ? load(x + i, tail) : load(x + i), rest = weighted(i, tail) + m(i, tail);
-    if (PerLane)
-      return fma(standardized(v, i, tail), s(i, tail), rest) * standardized.rstd(i, tail);
-    return fma(v - standardized.hi.all, by_slope, rest + at_hi) * standardized.rstd.all;
+    const V v = tail ? load(x + i, tail) : load(x + i), gw = weighted(i, tail);
+    if (!PerLane) return derivative.template of<true>(v, gw);
+    return fma(standardized(v, i, tail), s(i, tail), gw + m(i, tail)) * standardized.rstd(i, tail);
   });
 }
 
