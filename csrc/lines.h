@@ -163,11 +163,6 @@ template <class T> struct OfLines {
     }
   }
 
-  // Outputs that lie in no near cache come there while the sums are made: a twelfth of backward from
-  // 1.5 MB on, where half a MB would take longer.
-  bool warms_output() const {
-    return !job.streamed && nest.groups * nest.group_size * (int64_t)sizeof(T) >= 1 << 20;
-  }
   static INLINE void warm(const T *out, int64_t n) {
     for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(out + i, 1);
   }
@@ -713,10 +708,8 @@ template <class T> struct OfLines {
   NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, C *first,
                           FlatSums *sums) const {
     const int64_t n = nest.applied.n;
-    const bool warms = false;
     for (const Line *const end = line + lines; line < end; line++, first++, sums++) {
       *first = (C)get(line->grad);
-      if (warms) warm(line->out, n);
       *sums = flat_block<Writes>(line->grad, line->x, n, u.constants(line->unit), *first,
                                  Writes ? *line->weight : 0, line->out);
     }
