@@ -163,9 +163,6 @@ template <class T> struct OfLines {
     }
   }
 
-  static INLINE void warm(const T *out, int64_t n) {
-    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(out + i, 1);
-  }
   bool fetches() const { return fetches_ahead<T>(job, nest, nest.group_size); }
   static Unit &unit_again(void *slot) { return *(Unit *)slot; }
   const T *x(const Place &p) const { return (const T *)job.x + p.at[X]; }
@@ -443,7 +440,6 @@ template <class T> struct OfLines {
     Known<C> known(task, first);
     for (int64_t i = 0; i < count; i++) {
       const C hi = known.hi(), rstd = known.rstd(), shift = -known.lo() * rstd;
-      warm(y + 16 * 64 / sizeof(T), n);
       apply_line<T, false, false>(v, y, n, {&hi, &shift, &rstd}, true, rounds, w, b, 0, streamed);
       known.step();
       v += x_step, y += y_step, w += affine_step, b += affine_step;

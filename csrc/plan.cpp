@@ -17,7 +17,7 @@ constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096, TILE = 262144;  // t
 // Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay.
 constexpr int64_t SHORT = 32, ENOUGH = 8, LONGER = 512;
 // Lines up to this length are taken in the order of memory where statistics are given.
-constexpr int64_t IN_ORDER = 128;
+constexpr int64_t IN_ORDER = 4096;
 
 struct Dimension {
   Loop loop;
