@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 import axisnorm
-from axisnorm._memory import LEAST, LOOKS, Pool
+from axisnorm import _native
+from axisnorm._memory import LEAST
 from axisnorm._numpy_memory import _pool
 
 X = np.random.default_rng(0).standard_normal((8, LEAST // 32), np.float32)
@@ -96,56 +99,66 @@ def test_no_more_than_the_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert len({address(y) for y in held}) == 4
 
 
-def test_a_full_pool_looks_at_few_blocks_and_at_all_in_turn() -> None:
-    looked: list[int] = []
+def small(size: int) -> Any:
+    return _native.large_array_like(np.empty(size, np.uint8), size)
 
-    def is_held(block: list[int]) -> bool:
-        looked.extend(block)
-        return block != [70]
 
-    pool: Pool[list[int]] = Pool(100, lambda block, size: True, is_held)
-    for number in range(100):
-        assert pool.make_room(1)
-        pool.put_back([number], 1)
+def test_a_full_pool_looks_at_few_blocks_and_at_all_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_pool, "most", 200)
+    held = [small(2) for _ in range(100)]
+    assert _pool.kept == 200
+    del held[70]
     calls = 0
-    while not pool.make_room(1):
+    while _pool.kept == 200:
+        small(1)
         calls += 1
-        assert len(looked) <= calls * 2 * LOOKS and calls < 100
-    assert looked == list(range(71))
-    assert pool.kept == 100
-    assert sum(map(len, pool.blocks.values())) == 99
+    # Sixteen are looked at in each call.
+    assert calls == 70 // 16 + 1
+    assert _pool.kept == 199
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_collections_of_garbage_during_a_search_may_allocate_too(seed: int) -> None:
-    random = np.random.default_rng(seed)
+def test_few_blocks_of_a_size_are_looked_at() -> None:
+    held = [small(64) for _ in range(40)]
+    middle = address(held[20])
+    del held[20]
+    for _ in range(3):
+        assert address(small(64)) != middle
+
+
+def test_letting_blocks_go_may_allocate_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a collection of garbage may, in the middle of a search."""
+    monkeypatch.setattr(_pool, "most", 8)
+    random = np.random.default_rng(0)
     depth = 0
+    blocks: dict[int, Any] = {}
 
-    def allocate() -> bytearray:
-        size = int(random.integers(1, 4))
-        with pool.lock:
-            block = pool.take(size)
-            if block is None:
-                block = bytearray(size)
-                if pool.make_room(size):
-                    pool.put_back(block, size)
-            else:
-                pool.put_back(block, size)
-        return block
+    def allocate() -> Any:
+        y = small(int(random.integers(1, 4)))
+        blocks.setdefault(id(y.base), weakref.ref(y.base, again))
+        return y
 
-    def is_true_after_a_collection(*_: object) -> bool:
+    def again(gone: Any) -> None:
         nonlocal depth
-        if depth < 2 and random.random() < 0.3:
+        for key in [key for key, ref in blocks.items() if ref is gone]:
+            del blocks[key]
+        if depth < 2:
             depth += 1
-            allocate()
+            held[int(random.integers(3))] = allocate()
             depth -= 1
-        return random.random() < 0.5
+            if random.random() < 0.1:
+                axisnorm.empty_cache()
 
-    pool: Pool[bytearray] = Pool(8, is_true_after_a_collection, is_true_after_a_collection)
-    held = [allocate() for _ in range(3)]
-    for _ in range(60):
+    held = [np.empty(0)] * 3
+    for _ in range(500):
         held[int(random.integers(3))] = allocate()
-        assert pool.kept == sum(size * len(blocks) for size, blocks in pool.blocks.items()) <= 8
+        spans = sorted((address(y), y.nbytes) for y in held if y.nbytes)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
+        assert 0 <= _pool.kept <= 8
+    depth = 2
+    held[:] = [np.empty(0)] * 3
+    assert _pool.kept == sum(ref().nbytes for ref in blocks.values() if ref() is not None)
 
 
 def test_small_outputs_are_numpys_own() -> None:
