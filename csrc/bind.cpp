@@ -249,8 +249,5 @@ NB_MODULE(_native, m) {
   m.def("set_pool_most", [](bool tensors, int64_t most) { pool(tensors).most = most; });
   m.def("pool_kept", [](bool tensors) { return pool(tensors).kept; });
   m.def("clear_pool", [](bool tensors) { pool(tensors).clear(); });
-  pthread_atfork(nullptr, nullptr, [] {
-    torch_door::storages.renew();
-    numpy_array::blocks.renew();
-  });
+  pthread_atfork(nullptr, nullptr, [] { torch_door::storages.renew(); });
 }

@@ -1,5 +1,4 @@
-// Reused memory for large outputs: the blocks that are kept, whatever kind of array they are for; see
-// _memory.py. All of this runs under the GIL.
+// Reused memory for large outputs; see _memory.py. All of this runs under the GIL.
 #pragma once
 #include <Python.h>
 #include <stdint.h>
@@ -28,7 +27,8 @@ struct Account {
   ~Account() = default;
 };
 
-// Blocks by size. A Block has `State look(int64_t size) const`; what it holds is let go with it.
+// Blocks that are kept while they are in use, too, since nobody says when they are free: they are looked
+// at. By size. A Block has `State look(int64_t size) const`; what it holds is let go with it.
 template <class Block> class Pool final : public Account {
  public:
   // How many blocks of a size are looked at, from the newest and from the oldest end.
@@ -125,9 +125,10 @@ template <class Block> class Pool final : public Account {
       shelves_.erase(shelves_.begin());
       auto &blocks = shelf.blocks;
       for (int i = std::min(looks, (int)blocks.size()); i && !fits(); i--, looks--) {
+        const State state = look_at(blocks.front(), shelf.size);
         const std::shared_ptr<Block> block = blocks.front();
         blocks.erase(blocks.begin());
-        if (block->look(shelf.size) == HELD) blocks.push_back(block);
+        if (state == HELD) blocks.push_back(block);
         else kept -= shelf.size;
       }
       if (!blocks.empty()) shelves_.push_back(std::move(shelf));

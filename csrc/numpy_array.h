@@ -1,6 +1,10 @@
 // Reading NumPy arrays in C, by the structure and the table of functions that NumPy guarantees to
 // modules that were built against it (its C ABI, of versions 1 and 2), without its headers.
 #pragma once
+#include <deque>
+#include <list>
+#include <unordered_map>
+
 #include "memory.h"
 #include "torch_tensor.h"
 
@@ -25,25 +29,23 @@ bool read(PyObject *object, Reading &r, Strides *strides = nullptr);
 PyObject *like(PyObject *array, int64_t size, int dtype, void *&address,
                Strides *strides = nullptr);
 
-// ---- reused memory for large arrays; see _numpy_memory.py
-
-// The memory of arrays: an array of bytes, which is the base of those over it.
-class Bytes {
+// Reused memory for large arrays: blocks that arrays had, the newest last; see _numpy_memory.py.
+class Blocks final : public memory::Account {
  public:
-  // Takes the reference.
-  explicit Bytes(PyObject *array);
-
-  memory::State look(int64_t size) const;
-
-  // numpy.empty_like of an array as large. Null: an exception is set.
-  PyObject *like(PyObject *model) const;
+  // One of this size, or null.
+  void *take(size_t size);
+  // The oldest ones go where there is no room.
+  void keep(void *data, size_t size);
+  void clear() override;
 
  private:
-  nanobind::object array_;
-  char *address_;
+  std::list<void *> order_;
+  std::unordered_map<size_t, std::deque<std::list<void *>::iterator>> by_size_;
+
+  void drop_oldest();
 };
 
-extern memory::Pool<Bytes> &blocks;
+extern Blocks &blocks;
 
 PyObject *large_array_like(PyObject *, PyObject *const *args, Py_ssize_t count);
 

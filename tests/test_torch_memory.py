@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ import torch
 from cases import values
 
 import axisnorm
-from axisnorm import _torch_memory
+from axisnorm import _native, _torch_memory
 from axisnorm._torch_memory import _pool
 
 SHAPE = (8192, 1024)  # 32 MB
@@ -106,6 +109,9 @@ def test_held_memory_is_left_alone(hold) -> None:  # type: ignore[no-untyped-def
     )
     assert torch.equal(again, CORRECT.view(-1))
     del held
+    gc.collect()
+    outputs = [output() for _ in range(8)]
+    assert place in {y.data_ptr() for y in outputs}
 
 
 def test_saved_for_backward() -> None:
@@ -232,6 +238,72 @@ def test_collections_of_garbage_during_a_search_may_normalize_too() -> None:
         del kept[:-2]
     gc.collect()
     assert kept
+
+
+def small(size: int) -> torch.Tensor:
+    y = _native.reuse(size, ((size,), (1,), torch.uint8))
+    return _torch_memory.new_large(torch.empty(size, dtype=torch.uint8)) if y is None else y
+
+
+def test_a_full_pool_looks_at_few_blocks_and_at_all_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_pool, "most", 200)
+    held = [small(2) for _ in range(100)]
+    assert _pool.kept == 200
+    del held[70]
+    calls = 0
+    while _pool.kept == 200:
+        small(1)
+        calls += 1
+    # Sixteen are looked at in each call.
+    assert calls == 70 // 16 + 1
+    assert _pool.kept == 199
+
+
+def test_few_blocks_of_a_size_are_looked_at() -> None:
+    held = [small(64) for _ in range(40)]
+    middle = held[20].data_ptr()
+    del held[20]
+    for _ in range(3):
+        assert small(64).data_ptr() != middle
+
+
+def test_letting_blocks_go_may_allocate_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a collection of garbage may, in the middle of a search."""
+    monkeypatch.setattr(_pool, "most", 8)
+    random = np.random.default_rng(0)
+    depth = calls = 0
+    blocks: dict[int, Any] = {}
+
+    def allocate() -> torch.Tensor:
+        y = small(int(random.integers(1, 4)))
+        storage = y.untyped_storage()
+        blocks.setdefault(id(storage), weakref.ref(storage, again))
+        return y
+
+    def again(gone: Any) -> None:
+        nonlocal depth, calls
+        calls += 1
+        for key in [key for key, ref in blocks.items() if ref is gone]:
+            del blocks[key]
+        if depth < 2:
+            depth += 1
+            held[int(random.integers(3))] = allocate()
+            depth -= 1
+            if random.random() < 0.1:
+                axisnorm.empty_cache()
+
+    held = [torch.empty(0)] * 3
+    for _ in range(500):
+        held[int(random.integers(3))] = allocate()
+        spans = sorted((y.data_ptr(), y.nbytes) for y in held if y.nbytes)
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
+        assert 0 <= _pool.kept <= 8
+    assert calls > 20
+    depth = 2
+    held[:] = [torch.empty(0)] * 3
+    assert _pool.kept == sum(ref().nbytes() for ref in blocks.values() if ref() is not None)
 
 
 def test_inference_mode_and_gradients_do_not_mix() -> None:

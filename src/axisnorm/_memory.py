@@ -2,9 +2,8 @@
 
 A large block that goes back to the system and comes again has its pages faulted in once more, which
 costs more than the normalization: a LayerNorm of 32 MB took 12 ms instead of 3. Smaller blocks come
-from all over the heap and are in no cache. So the memory of outputs is kept, and a block that
-nobody else holds is handed out again (csrc/memory.h). ``AXISNORM_POOL=0`` in the environment turns
-this off.
+from all over the heap and are in no cache, or from its end, which malloc gives back to the system.
+So the memory of outputs is kept, and a block that nobody else holds is handed out again. ``AXISNORM_POOL=0`` in the environment turns this off.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from typing import Any
 
 from . import _build
 
-__all__ = ["LEAST", "Pool", "limit", "total"]
-
-LEAST = 2 << 20
-"""Bytes from which memory is reused."""
+__all__ = ["Pool", "limit", "total"]
 
 
 class Pool:
@@ -26,11 +22,13 @@ class Pool:
 
     Args:
         of_tensors: of which.
-        is_open: whether any is.
+        least: bytes from which an output is large.
+        is_open: whether any is kept.
     """
 
-    def __init__(self, of_tensors: bool, is_open: bool = True) -> None:
+    def __init__(self, of_tensors: bool, least: int, is_open: bool = True) -> None:
         self._of_tensors = of_tensors
+        self._least = least
         self._native: Any = _build.native if is_open and limit() else None
         if self._native:
             self.most = limit()
@@ -38,7 +36,7 @@ class Pool:
     @property
     def least(self) -> int:
         """Bytes from which memory is reused."""
-        return LEAST if self._native else 1 << 62
+        return self._least if self._native else 1 << 62
 
     @property
     def most(self) -> int:
@@ -51,7 +49,7 @@ class Pool:
 
     @property
     def kept(self) -> int:
-        """How many bytes are kept, free or not."""
+        """How many bytes are kept; of tensors, of those in use, too."""
         return self._native.pool_kept(self._of_tensors) if self._native else 0
 
     def clear(self) -> None:

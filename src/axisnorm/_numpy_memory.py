@@ -1,8 +1,8 @@
 """Reused memory for large outputs of the NumPy engine; see ``_memory``.
 
-An output is an array over a block that the pool keeps. Whatever looks at its memory (a view, a
-memoryview, a DLPack or torch alias) holds the output or its base, the block: a block that only the
-pool refers to is free. The one thing that such an array cannot do is ``resize`` in place.
+An output owns its memory as any array does, but gives it back to the pool, by NumPy's protocol for
+that (PyDataMem_Handler, csrc/numpy_array.cpp). What is in the pool is free: whatever looks at an
+array's memory (a view, a memoryview, a DLPack or torch alias) holds the array.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ __all__ = ["empty_cache", "empty_like", "least"]
 
 Array = Any
 
-_pool = Pool(of_tensors=False)
+LEAST = 64 << 10
+"""Bytes from which memory is reused. Below, malloc does as well."""
+
+_pool = Pool(of_tensors=False, least=LEAST)
 least = _pool.least
 
 

@@ -23,7 +23,10 @@ empty_strided = getattr(_guards, "_empty_strided_cpu", None)
 
 _count = getattr(torch._C, "_storage_Use_Count", None)
 _over = getattr(_guards, "_reinterpret_tensor", None)  # (base, sizes, strides, offset) -> a tensor
-_pool = Pool(of_tensors=True, is_open=bool(_count and _over))
+LEAST = 1 << 20
+"""Bytes from which memory is reused. Below, looking for it costs as much as it saves."""
+
+_pool = Pool(of_tensors=True, least=LEAST, is_open=bool(_count and _over))
 least = _pool.least
 
 
