@@ -16,9 +16,10 @@ PyObject *make_base;    // (storage, dtype) -> a tensor over it without elements
 PyObject *count;        // (number of a storage) -> how many hold it
 Question size_of, address_of;
 
-// What a free block has. Whether torch's side counts as a reference to the Python object differs
-// between versions.
-int64_t free_references, free_holders;
+// Who holds a free block: the Python object and the base; and how many references that object has. Its
+// other side in torch is one of them in some versions.
+constexpr int64_t FREE_HOLDERS = 2;
+int64_t free_references;
 
 // The number that torch answered; -1 where it refused.
 int64_t number(PyObject *answer) {
@@ -28,7 +29,7 @@ int64_t number(PyObject *answer) {
   return result;
 }
 
-// connect_storages({name: object}) -> None: what is asked and called here, by name
+// connect_storages({name: object}) -> bool: what is asked and called here, by name
 PyObject *connect_storages(PyObject *, PyObject *given) {
   PyObject *new_storage = nullptr, *dtype = nullptr;
   if (!take(given, {{"make_tensor", &make_tensor},
@@ -46,8 +47,7 @@ PyObject *connect_storages(PyObject *, PyObject *given) {
   const auto block = Storage::make(storage.ptr(), type.ptr());
   if (!block) return nullptr;
   storage.reset();
-  block->set_free();
-  Py_RETURN_NONE;
+  return PyBool_FromLong(block->set_free());
 }
 
 // keep_storage(storage, dtype) -> None: for other tensors, when it is free
@@ -96,13 +96,13 @@ int64_t Storage::references() const { return memory::references(storage_.ptr());
 
 int64_t Storage::holders() const { return number(PyObject_Call(count, counted_.ptr(), nullptr)); }
 
-void Storage::set_free() const {
+bool Storage::set_free() const {
   free_references = references();
-  free_holders = holders();
+  return holders() == FREE_HOLDERS && free_references <= 2;
 }
 
 State Storage::look(int64_t bytes) const {
-  if (references() != free_references || holders() != free_holders) return memory::HELD;
+  if (references() != free_references || holders() != FREE_HOLDERS) return memory::HELD;
   // Resized, moved to shared memory, or copied because a lazy clone was written: it is elsewhere.
   const bool same = number(size_of.ask(storage_.ptr())) == bytes &&
                     number(address_of.ask(storage_.ptr())) == address_;

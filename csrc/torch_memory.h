@@ -12,8 +12,8 @@ class Storage {
   static std::shared_ptr<Storage> make(PyObject *storage, PyObject *dtype);
 
   memory::State look(int64_t bytes) const;
-  // That this one is free, as all that are counted the same.
-  void set_free() const;
+  // Says that this one is free, as are all that are counted the same. False: the count is not understood.
+  bool set_free() const;
 
   // A new tensor of this memory, of a layout (sizes, strides, dtype). Null: an exception is set.
   PyObject *tensor(PyObject *layout);

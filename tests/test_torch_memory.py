@@ -374,6 +374,31 @@ print(os.waitpid(child, 0)[1])
     assert result.stdout.strip() == "0"
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "torch._subclasses.FakeTensorMode()",
+        "torch.inference_mode()",
+        "torch.device('meta')",
+        "torch.overrides.BaseTorchFunctionMode()",
+    ],
+)
+def test_the_first_import_in_a_mode(mode: str) -> None:
+    code = f"""
+import torch, torch._subclasses
+x = torch.randn(8192, 1024)
+with {mode}:
+    import axisnorm.nn
+places = {{axisnorm.layer_norm(x, 1024).data_ptr() for _ in range(4)}}
+held = axisnorm.layer_norm(x, 1024).untyped_storage()
+print(len(places), axisnorm.layer_norm(x, 1024).data_ptr() != held.data_ptr())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert result.stdout.strip() == "1 True"
+
+
 def test_switched_off() -> None:
     code = """
 import torch, axisnorm

@@ -3,7 +3,8 @@
 A large block that goes back to the system and comes again has its pages faulted in once more, which
 costs more than the normalization: a LayerNorm of 32 MB took 12 ms instead of 3. Smaller blocks come
 from all over the heap and are in no cache, or from its end, which malloc gives back to the system.
-So the memory of outputs is kept, and a block that nobody else holds is handed out again. ``AXISNORM_POOL=0`` in the environment turns this off.
+So the memory of outputs is kept, and a block that nobody else holds is handed out again.
+``AXISNORM_POOL=0`` in the environment turns this off.
 """
 
 from __future__ import annotations

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _build
 from ._memory import Pool
 
 __all__ = ["empty_cache", "empty_like", "empty_strided", "least", "new_large"]
+
+LEAST = 1 << 20
+"""Bytes from which memory is reused. Below, looking for it costs as much as it saves."""
 
 _native = _build.native
 _guards = torch._C._dynamo.guards
@@ -23,11 +27,6 @@ empty_strided = getattr(_guards, "_empty_strided_cpu", None)
 
 _count = getattr(torch._C, "_storage_Use_Count", None)
 _over = getattr(_guards, "_reinterpret_tensor", None)  # (base, sizes, strides, offset) -> a tensor
-LEAST = 1 << 20
-"""Bytes from which memory is reused. Below, looking for it costs as much as it saves."""
-
-_pool = Pool(of_tensors=True, least=LEAST, is_open=bool(_count and _over))
-least = _pool.least
 
 
 def _storage() -> torch.UntypedStorage:
@@ -39,18 +38,26 @@ def _base(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (0,), (1,))
 
 
-if _pool.most:
-    _native.connect_storages(
-        {
-            "make_tensor": _over,
-            "make_base": _base,
-            "count": _count,
-            "size": torch.UntypedStorage.nbytes,
-            "address": torch.UntypedStorage.data_ptr,
-            "new_storage": _storage,
-            "dtype": torch.float32,
-        }
-    )
+def _connect() -> bool:
+    """Whether this torch says who holds a storage."""
+    if not (_native and _count and _over):
+        return False
+    given = {
+        "make_tensor": _over,
+        "make_base": _base,
+        "count": _count,
+        "size": torch.UntypedStorage.nbytes,
+        "address": torch.UntypedStorage.data_ptr,
+        "new_storage": _storage,
+        "dtype": torch.float32,
+    }
+    # A mode that this module is first imported in would be among the holders.
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return _native.connect_storages(given)
+
+
+_pool = Pool(of_tensors=True, least=LEAST, is_open=_connect())
+least = _pool.least
 
 
 def empty_like(x: Tensor) -> Tensor:
