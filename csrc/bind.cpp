@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <pthread.h>
 
 #include <optional>
 #include <string>
@@ -16,7 +17,9 @@
 
 #include "axes.h"
 #include "dispatch.h"
+#include "numpy_array.h"
 #include "torch_door.h"
+#include "torch_memory.h"
 #include "torch_ops.h"
 
 namespace nb = nanobind;
@@ -214,6 +217,12 @@ void add_backward(uintptr_t grad, uintptr_t grad_h, uintptr_t h, uintptr_t weigh
   axisnorm::backward(job);
 }
 
+// The pool of reused memory for tensors, or for arrays.
+memory::Account &pool(bool tensors) {
+  if (tensors) return torch_door::storages;
+  return numpy_array::blocks;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -235,4 +244,10 @@ NB_MODULE(_native, m) {
   m.def("add_backward", &add_backward, nb::call_guard<nb::gil_scoped_release>());
   torch_door::add_to(m.ptr());
   torch_door::add_ops_to(m.ptr());
+  torch_door::add_memory_to(m.ptr());
+  m.def("pool_most", [](bool tensors) { return pool(tensors).most; });
+  m.def("set_pool_most", [](bool tensors, int64_t most) { pool(tensors).most = most; });
+  m.def("pool_kept", [](bool tensors) { return pool(tensors).kept; });
+  m.def("clear_pool", [](bool tensors) { pool(tensors).clear(); });
+  pthread_atfork(nullptr, nullptr, [] { torch_door::storages.renew(); });
 }

@@ -1,9 +1,18 @@
 #include "numpy_array.h"
 
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <new>
+
 namespace numpy_array {
+
+Blocks &blocks = *new Blocks;
+
 namespace {
 
-// The first members of PyArrayObject.
+// PyArrayObject.
 struct Array {
   PyObject head;
   char *data;
@@ -11,17 +20,33 @@ struct Array {
   Py_ssize_t *sizes, *strides;  // the latter in bytes
   PyObject *base, *descr;
   int flags;
+  PyObject *weak_references;
+  void *buffers;
+  PyObject *handler;  // of its memory, where it is its own
 };
-enum { C_CONTIGUOUS = 0x1, ALIGNED = 0x100, WRITEABLE = 0x400 };
+enum { C_CONTIGUOUS = 0x1, F_CONTIGUOUS = 0x2, OWNS_DATA = 0x4, ALIGNED = 0x100, WRITEABLE = 0x400 };
+
+// PyDataMem_Handler: where arrays that name it have their memory from.
+struct Handler {
+  char name[127];
+  uint8_t version;
+  void *context;
+  void *(*allocate)(void *context, size_t size);
+  void *(*allocate_zeros)(void *context, size_t count, size_t size);
+  void *(*resize)(void *context, void *data, size_t size);
+  void (*release)(void *context, void *data, size_t size);
+};
 
 // Places of functions in the table, and the order of a new array that is its model's.
-enum { GET_ABI_VERSION = 0, ARRAY_TYPE = 2, NEW_LIKE_ARRAY = 277 };
+enum { GET_ABI_VERSION = 0, ARRAY_TYPE = 2, NEW_FROM_DESCR = 94, NEW_LIKE_ARRAY = 277 };
 constexpr int KEEP_ORDER = 2;
 
 PyTypeObject *array_type;  // set once by connect(), under the GIL
 PyObject *(*new_like)(void *model, int order, PyObject *descr, int subclass);
-PyObject *large_empty_like;
-int64_t large;       // bytes from which large_empty_like allocates
+PyObject *(*new_from)(PyTypeObject *type, PyObject *descr, int ndim, const Py_ssize_t *sizes,
+                      const Py_ssize_t *strides, void *data, int flags, PyObject *model);
+PyObject *handler;  // a capsule of the one below
+int64_t large;      // bytes from which memory is reused
 PyObject *dtype_of;  // numpy.dtype -> its number here, or -1
 
 // The numbers of the types that came last. Those of NumPy itself are one object each.
@@ -48,6 +73,67 @@ int find_dtype(PyObject *descr) {
   return dtype;
 }
 
+// ---- reused memory. A block begins with its size, since malloc does not say it.
+
+constexpr size_t HEAD = 64;  // bytes, which align it, too
+
+size_t &size_of(void *data) { return *(size_t *)((char *)data - HEAD); }
+
+void *allocate(void *, size_t size) {
+  if (void *const kept = blocks.take(size)) return kept;
+  char *const block = (char *)aligned_alloc(HEAD, HEAD + (size + HEAD - 1) / HEAD * HEAD);
+  if (!block) return nullptr;
+#ifdef MADV_HUGEPAGE
+  if (size >= 4 << 20) {  // as NumPy does
+    char *const page = (char *)(((uintptr_t)block + 4095) / 4096 * 4096);
+    madvise(page, size - 4096, MADV_HUGEPAGE);
+  }
+#endif
+  size_of(block + HEAD) = size;
+  return block + HEAD;
+}
+
+void *allocate_zeros(void *, size_t count, size_t size) {
+  void *const data = allocate(nullptr, count * size);
+  return data ? memset(data, 0, count * size) : nullptr;
+}
+
+void *resize(void *, void *data, size_t size) {
+  char *const block = (char *)realloc((char *)data - HEAD, HEAD + size);
+  if (!block) return nullptr;
+  size_of(block + HEAD) = size;
+  return block + HEAD;
+}
+
+void free_block(void *data) { free((char *)data - HEAD); }
+
+void release(void *, void *data, size_t) { blocks.keep(data, size_of(data)); }
+
+Handler pool_handler = {"axisnorm", 1, nullptr, allocate, allocate_zeros, resize, release};
+
+// numpy.empty_like of an array of so many bytes. Null: an exception is set.
+PyObject *large_like(PyObject *model, int64_t bytes) {
+  const Array &a = *(const Array *)model;
+  const bool by_rows = a.flags & C_CONTIGUOUS;
+  // NumPy orders axes. What it makes for that is not touched, and costs a few pages.
+  PyObject *other = nullptr;
+  if (!by_rows && !(a.flags & F_CONTIGUOUS) && !(other = new_like(model, KEEP_ORDER, nullptr, 0)))
+    return nullptr;
+  void *const data = allocate(nullptr, bytes);
+  if (!data) return Py_XDECREF(other), PyErr_NoMemory();
+  Py_INCREF(a.descr);
+  PyObject *const y =
+      new_from(array_type, a.descr, a.ndim, a.sizes, other ? ((const Array *)other)->strides : nullptr,
+               data, by_rows ? WRITEABLE : WRITEABLE | F_CONTIGUOUS, nullptr);
+  Py_XDECREF(other);
+  if (!y) return free_block(data), nullptr;
+  Array &made = *(Array *)y;
+  Py_INCREF(handler);
+  made.handler = handler;
+  made.flags |= OWNS_DATA;
+  return y;
+}
+
 // False: they are not whole elements apart.
 bool set_strides(const Array &a, int64_t width, Strides &strides) {
   for (int i = 0; i < a.ndim; i++) {
@@ -69,14 +155,13 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
   const unsigned version = ((unsigned (*)())table[GET_ABI_VERSION])() >> 24;
   if (version < 1 || version > 2 || sizeof(Py_ssize_t) != sizeof(int64_t)) Py_RETURN_FALSE;
   PyObject *least = nullptr;
-  if (!torch_door::take(args[1], {{"empty_like", &large_empty_like},
-                                  {"large", &least},
-                                  {"dtype", &dtype_of}}))
-    return nullptr;
+  if (!torch_door::take(args[1], {{"large", &least}, {"dtype", &dtype_of}})) return nullptr;
   large = PyLong_AsLongLong(least);
   Py_DECREF(least);
   if (PyErr_Occurred()) return nullptr;
   new_like = (PyObject * (*)(void *, int, PyObject *, int)) table[NEW_LIKE_ARRAY];
+  new_from = (decltype(new_from))table[NEW_FROM_DESCR];
+  if (!handler && !(handler = PyCapsule_New(&pool_handler, "mem_handler", nullptr))) return nullptr;
   array_type = (PyTypeObject *)table[ARRAY_TYPE];
   Py_RETURN_TRUE;
 }
@@ -101,10 +186,60 @@ bool read(PyObject *object, Reading &r, Strides *strides) {
   return r.size > 0 && (!strides || set_strides(a, axisnorm::element_size(r.dtype), *strides));
 }
 
+void *Blocks::take(size_t size) {
+  const auto found = by_size_.find(size);
+  if (found == by_size_.end()) return nullptr;
+  auto &same = found->second;
+  void *const data = *same.back();
+  order_.erase(same.back());
+  same.pop_back();
+  if (same.empty()) by_size_.erase(found);
+  kept -= (int64_t)size;
+  return data;
+}
+
+void Blocks::keep(void *data, size_t size) {
+  if ((int64_t)size > most) return free_block(data);
+  while (kept + (int64_t)size > most) drop_oldest();
+  try {
+    order_.push_back(data);
+    by_size_[size].push_back(std::prev(order_.end()));
+  } catch (const std::bad_alloc &) {
+    if (!order_.empty() && order_.back() == data) order_.pop_back();
+    return free_block(data);
+  }
+  kept += (int64_t)size;
+}
+
+void Blocks::drop_oldest() {
+  void *const data = order_.front();
+  const size_t size = size_of(data);
+  const auto found = by_size_.find(size);
+  found->second.pop_front();
+  if (found->second.empty()) by_size_.erase(found);
+  order_.pop_front();
+  kept -= (int64_t)size;
+  free_block(data);
+}
+
+void Blocks::clear() {
+  while (!order_.empty()) drop_oldest();
+}
+
+// large_array_like(array, bytes) -> numpy.empty_like(array), of so many bytes
+PyObject *large_array_like(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 2 || !is_array(args[0])) {
+    PyErr_SetString(PyExc_TypeError, "large_array_like takes an array and its size in bytes");
+    return nullptr;
+  }
+  const int64_t bytes = PyLong_AsLongLong(args[1]);
+  return PyErr_Occurred() ? nullptr : large_like(args[0], bytes);
+}
+
 PyObject *like(PyObject *array, int64_t size, int dtype, void *&address, Strides *strides) {
-  PyObject *result = size * axisnorm::element_size(dtype) < large
-                         ? new_like(array, KEEP_ORDER, nullptr, 0)
-                         : PyObject_CallFunctionObjArgs(large_empty_like, array, nullptr);
+  const int64_t bytes = size * axisnorm::element_size(dtype);
+  PyObject *const result =
+      bytes < large ? new_like(array, KEEP_ORDER, nullptr, 0) : large_like(array, bytes);
   if (!result) return nullptr;
   const Array &a = *(const Array *)result;
   address = a.data;

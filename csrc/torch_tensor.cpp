@@ -3,6 +3,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "torch_memory.h"
+
 namespace torch_door {
 
 const ExchangeApi *api;
@@ -10,45 +12,12 @@ PyObject *tensor_type, *parameter_type, *empty_like;
 
 namespace {
 
-PyObject *large_empty_like;
-int64_t large;  // bytes from which large_empty_like allocates
+int64_t large;                // bytes from which memory is reused
+PyObject *large_empty_like;  // empty_like with such memory
+PyObject *new_large;         // empty_like, whose memory is kept
 PyObject *empty_strided;  // (sizes, strides, dtype) -> a tensor, in half of the time; or None
 PyObject *dtypes;         // torch's, by their numbers here
 PyObject *increment_version;  // of tensors in a tuple
-
-// A function that is asked often, of nothing or of a tensor. One in C that takes nothing is called as
-// it is, in half of the time.
-class Question {
- public:
-  PyObject *function = nullptr;
-
-  // With a tensor, a method of this class becomes the function of it. False: an exception is set.
-  bool prepare(PyObject *model = nullptr) {
-    direct_ = nullptr;
-    PyObject *bound = function;
-    Py_INCREF(bound);
-    if (model && PyObject_TypeCheck(function, &PyMethodDescr_Type)) {
-      Py_DECREF(bound);
-      if (!(bound = PyObject_CallMethod(function, "__get__", "O", model))) return false;
-    }
-    if (PyCFunction_Check(bound) && PyCFunction_GetFlags(bound) == METH_NOARGS) {
-      direct_ = PyCFunction_GetFunction(bound);
-      self_ = model ? nullptr : PyCFunction_GetSelf(bound);
-    }
-    Py_DECREF(bound);
-    if (PyErr_Occurred()) return false;
-    return true;
-  }
-  PyObject *ask() const { return direct_ ? direct_(self_, nullptr) : PyObject_CallNoArgs(function); }
-  PyObject *ask(PyObject *tensor) const {
-    return direct_ ? direct_(tensor, nullptr)
-                   : PyObject_CallFunctionObjArgs(function, tensor, nullptr);
-  }
-
- private:
-  PyCFunction direct_ = nullptr;
-  PyObject *self_ = nullptr;  // borrowed from the function
-};
 
 // Who may be watching: functions without arguments that return a number or a bool,
 // torch.Tensor.is_neg, the state of torch.compiler and of forward_ad by their modules' dictionaries.
@@ -130,6 +99,7 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
                       {"Parameter", &parameter_type},
                       {"empty_like", &empty_like},
                       {"large_empty_like", &large_empty_like},
+                      {"new_large", &new_large},
                       {"large", &least},
                       {"empty_strided", &empty_strided},
                       {"dtypes", &dtypes},
@@ -302,32 +272,56 @@ KeptLayout &kept_layout(const dltensor &t, int dtype) {
   return kept_layouts[hash >> 60];
 }
 
-// torch.empty_like of a small tensor.
-PyObject *small_empty_like(PyObject *tensor) {
+// Whether torch.empty_like of a tensor has the same strides: its elements fill their memory.
+bool is_dense(const dltensor &t) {
+  int order[KeptLayout::MOST], count = 0;
+  for (int i = 0; i < t.ndim; i++) {
+    if (t.shape[i] == 1) continue;
+    int at = count++;
+    for (; at && t.strides[order[at - 1]] > t.strides[i]; at--) order[at] = order[at - 1];
+    order[at] = i;
+  }
+  int64_t step = 1;
+  for (int i = 0; i < count; i++) {
+    if (t.strides[order[i]] != step) return false;
+    step *= t.shape[order[i]];
+  }
+  return true;
+}
+
+// torch.empty_like of a tensor.
+PyObject *new_like(PyObject *tensor, bool is_large) {
+  PyObject *const general = is_large ? large_empty_like : empty_like;
   dltensor t;
-  if (empty_strided == Py_None)
-    return PyObject_CallFunctionObjArgs(empty_like, tensor, nullptr);
+  if (empty_strided == Py_None) return PyObject_CallFunctionObjArgs(general, tensor, nullptr);
   if (api->describe(tensor, &t)) return nullptr;
   const int dtype = dtype_of(t.dtype);
-  if (dtype < 0 || !t.strides || t.ndim > KeptLayout::MOST || !contiguous(t))
-    return PyObject_CallFunctionObjArgs(empty_like, tensor, nullptr);
+  if (dtype < 0 || !t.strides || t.ndim > KeptLayout::MOST || !is_dense(t))
+    return PyObject_CallFunctionObjArgs(general, tensor, nullptr);
   KeptLayout &kept = kept_layout(t, dtype);
   if (!kept.become(t, dtype)) return nullptr;
   // Another thread may need the place meanwhile.
-  PyObject *const arguments = kept.arguments;
-  Py_INCREF(arguments);
-  PyObject *result = PyObject_Call(empty_strided, arguments, nullptr);
-  Py_DECREF(arguments);
+  PyObject *const layout = kept.arguments;
+  Py_INCREF(layout);
+  PyObject *result = nullptr;
+  if (is_large) {
+    int64_t bytes = axisnorm::element_size(dtype);
+    for (int i = 0; i < t.ndim; i++) bytes *= t.shape[i];
+    if ((result = reuse(bytes, layout)) == Py_None) {
+      Py_DECREF(result);
+      result = PyObject_CallFunctionObjArgs(new_large, tensor, nullptr);
+    }
+  } else {
+    result = PyObject_Call(empty_strided, layout, nullptr);
+  }
+  Py_DECREF(layout);
   return result;
 }
 
 }  // namespace
 
 PyObject *like(PyObject *tensor, int64_t size, int dtype, void *&address, Strides *strides) {
-  const int64_t bytes = size * axisnorm::element_size(dtype);
-  PyObject *result = bytes < large
-                         ? small_empty_like(tensor)
-                         : PyObject_CallFunctionObjArgs(large_empty_like, tensor, nullptr);
+  PyObject *const result = new_like(tensor, size * axisnorm::element_size(dtype) >= large);
   if (!result) return nullptr;
   dltensor t;
   if (api->describe(result, &t)) {

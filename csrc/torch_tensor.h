@@ -41,6 +41,40 @@ struct Wanted {
 };
 bool take(PyObject *dictionary, std::initializer_list<Wanted> wanted);
 
+// A function that is asked often, of nothing or of a tensor. One in C that takes nothing is called as
+// it is, in half of the time.
+class Question {
+ public:
+  PyObject *function = nullptr;
+
+  // With a tensor, a method of this class becomes the function of it. False: an exception is set.
+  bool prepare(PyObject *model = nullptr) {
+    direct_ = nullptr;
+    PyObject *bound = function;
+    Py_INCREF(bound);
+    if (model && PyObject_TypeCheck(function, &PyMethodDescr_Type)) {
+      Py_DECREF(bound);
+      if (!(bound = PyObject_CallMethod(function, "__get__", "O", model))) return false;
+    }
+    if (PyCFunction_Check(bound) && PyCFunction_GetFlags(bound) == METH_NOARGS) {
+      direct_ = PyCFunction_GetFunction(bound);
+      self_ = model ? nullptr : PyCFunction_GetSelf(bound);
+    }
+    Py_DECREF(bound);
+    if (PyErr_Occurred()) return false;
+    return true;
+  }
+  PyObject *ask() const { return direct_ ? direct_(self_, nullptr) : PyObject_CallNoArgs(function); }
+  PyObject *ask(PyObject *tensor) const {
+    return direct_ ? direct_(tensor, nullptr)
+                   : PyObject_CallFunctionObjArgs(function, tensor, nullptr);
+  }
+
+ private:
+  PyCFunction direct_ = nullptr;
+  PyObject *self_ = nullptr;  // borrowed from the function
+};
+
 // ---- the guard: a tensor that something watches goes the long way. Each line of it was seen to
 // give silently wrong results when missing; each has a test.
 

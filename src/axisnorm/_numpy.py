@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import _build, _route, reference
-from ._memory import LEAST
-from ._numpy_memory import empty_cache, empty_like
+from ._numpy_memory import empty_cache, empty_like, least
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
@@ -140,9 +139,7 @@ def _functions() -> Any:
 
 
 if _native:
-    _native.connect_arrays(
-        _functions(), {"empty_like": empty_like, "large": LEAST, "dtype": _dtype_code}
-    )
+    _native.connect_arrays(_functions(), {"large": least, "dtype": _dtype_code})
 
 
 def is_tracing() -> bool:

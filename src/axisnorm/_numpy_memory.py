@@ -1,8 +1,8 @@
 """Reused memory for large outputs of the NumPy engine; see ``_memory``.
 
-An output is an array over a block that the pool keeps. Whatever looks at its memory (a view, a
-memoryview, a DLPack or torch alias) holds the output or its base, the block: a block that only the
-pool refers to is free. The one thing that such an array cannot do is ``resize`` in place.
+An output owns its memory as any array does, but gives it back to the pool, by NumPy's protocol for
+that (PyDataMem_Handler, csrc/numpy_array.cpp). What is in the pool is free: whatever looks at an
+array's memory (a view, a memoryview, a DLPack or torch alias) holds the array.
 """
 
 from __future__ import annotations
@@ -11,35 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from ._memory import LEAST, Pool, limit
+from . import _build
+from ._memory import Pool
 
-__all__ = ["empty_cache", "empty_like"]
+__all__ = ["empty_cache", "empty_like", "least"]
 
 Array = Any
 
+LEAST = 64 << 10
+"""Bytes from which memory is reused. Below, malloc does as well."""
 
-def _is_usable(block: Array, size: int) -> bool:
-    return bool(block.nbytes == size)
-
-
-_pool: Pool[Array] = Pool(limit(), _is_usable)
+_pool = Pool(of_tensors=False, least=LEAST)
+least = _pool.least
 
 
 def empty_like(x: Array) -> Array:
     """``numpy.empty_like(x)``, in memory that was used before where there is some."""
-    if x.nbytes < LEAST or not _pool.most or type(x) is not np.ndarray:
+    size = x.nbytes
+    if size < least or type(x) is not np.ndarray:
         return np.empty_like(x)
-    # The strides of numpy.empty_like, for the price of a few pages.
-    strides = np.empty_like(x, subok=False).strides
-    with _pool.lock:
-        block = _pool.take(x.nbytes)
-        if block is None:
-            block = np.empty(x.nbytes, np.uint8)
-            if not _pool.make_room(x.nbytes):
-                return np.ndarray(x.shape, x.dtype, block, strides=strides)
-        y = np.ndarray(x.shape, x.dtype, block, strides=strides)
-        _pool.put_back(block, x.nbytes)
-        return y
+    return _build.native.large_array_like(x, size)
 
 
 def empty_cache() -> None:

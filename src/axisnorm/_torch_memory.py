@@ -9,51 +9,74 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ._memory import LEAST, Pool, limit
+from . import _build
+from ._memory import Pool
 
-__all__ = ["LEAST", "empty_cache", "empty_like", "empty_strided"]
+__all__ = ["empty_cache", "empty_like", "empty_strided", "least", "new_large"]
 
+LEAST = 1 << 20
+"""Bytes from which memory is reused. Below, looking for it costs as much as it saves."""
 
-def _is_held(block: torch.UntypedStorage) -> bool:
-    return torch._C._storage_Use_Count(block._cdata) > 1
+_native = _build.native
+_guards = torch._C._dynamo.guards
 
-
-def _is_usable(block: torch.UntypedStorage, size: int) -> bool:
-    return block.nbytes() == size and not block.is_shared()
-
-
-empty_strided = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+empty_strided = getattr(_guards, "_empty_strided_cpu", None)
 """(sizes, strides, dtype) -> a tensor of a processor, below the dispatcher; None in some torch."""
 
-
-def _new(x: Tensor) -> Tensor:
-    """A tensor of this type without elements."""
-    if empty_strided is None or not x.is_cpu:
-        return x.new_empty(0)
-    return empty_strided((0,), (1,), x.dtype)  # a third of the time
+_count = getattr(torch._C, "_storage_Use_Count", None)
+_over = getattr(_guards, "_reinterpret_tensor", None)  # (base, sizes, strides, offset) -> a tensor
 
 
-_pool = Pool(limit() if hasattr(torch._C, "_storage_Use_Count") else 0, _is_usable, _is_held)
+def _storage() -> torch.UntypedStorage:
+    return torch.empty(1, device="cpu").untyped_storage()
+
+
+def _base(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """A tensor of this type in this memory, without elements."""
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (0,), (1,))
+
+
+def _connect() -> bool:
+    """Whether this torch says who holds a storage."""
+    if not (_native and _count and _over):
+        return False
+    given = {
+        "make_tensor": _over,
+        "make_base": _base,
+        "count": _count,
+        "size": torch.UntypedStorage.nbytes,
+        "address": torch.UntypedStorage.data_ptr,
+        "new_storage": _storage,
+        "dtype": torch.float32,
+    }
+    # A mode that this module is first imported in would be among the holders.
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return _native.connect_storages(given)
+
+
+_pool = Pool(of_tensors=True, least=LEAST, is_open=_connect())
+least = _pool.least
 
 
 def empty_like(x: Tensor) -> Tensor:
     """``torch.empty_like(x)``, in memory that was used before where there is some."""
     size = x.nbytes
-    if size < LEAST or not _pool.most:
+    if size < least or not x.is_cpu or type(x) not in (Tensor, torch.nn.Parameter):
         return torch.empty_like(x)
-    with _pool.lock:
-        block = _pool.take(size)
-        if block is not None:
-            like = x if x.is_contiguous() else torch.empty_like(x, device="meta")
-            y = _new(x).set_(block, 0, x.shape, like.stride())
-            _pool.put_back(block, size)
-            return y
-        y = torch.empty_like(x)
-        block = y.untyped_storage()
-        if block.nbytes() == size and _pool.make_room(size):
-            _pool.put_back(block, size)
-        return y
+    like = x if x.is_contiguous() else torch.empty_like(x, device="meta")
+    y = _native.reuse(size, (tuple(x.shape), like.stride(), x.dtype))
+    return new_large(x) if y is None else y
+
+
+def new_large(x: Tensor) -> Tensor:
+    """``torch.empty_like(x)``, whose memory is kept for others."""
+    y = torch.empty_like(x)
+    storage = y.untyped_storage()
+    if storage.nbytes() == y.nbytes:
+        _native.keep_storage(storage, x.dtype)
+    return y
 
 
 def empty_cache() -> None:
