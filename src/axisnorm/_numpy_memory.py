@@ -18,8 +18,8 @@ __all__ = ["empty_cache", "empty_like", "least"]
 
 Array = Any
 
-LEAST = 64 << 10
-"""Bytes from which memory is reused. Below, malloc does as well."""
+LEAST = 512 << 10
+"""Bytes from which memory is reused. At half of it, what NumPy makes beside it may lose as much."""
 
 _pool = Pool(of_tensors=False, least=LEAST)
 least = _pool.least
