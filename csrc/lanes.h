@@ -153,9 +153,11 @@ template <class T> struct OfLanes {
   }
 
   // Blocks for sums. A processor that fetches what comes next by itself wants to see memory read in
-  // order: whole steps where they fit, or BatchNorm of 96 channels takes half as long again.
-  template <int Most, class Body> INLINE void each_sum(int64_t lanes, const Body &body) const {
-    if (job.singly && lanes <= WHOLE * W) each_block<W, WHOLE>(lanes, body);
+  // order: whole steps where they fit and follow each other, or BatchNorm of 96 channels takes half as
+  // long again.
+  template <int Most, class Body>
+  INLINE void each_sum(int64_t lanes, const Loop &along, const Body &body) const {
+    if (job.singly && along.step[X] == lanes) each_block<W, WHOLE>(lanes, body);
     else each_block<W, Most>(lanes, body);
   }
 
@@ -311,8 +313,8 @@ template <class T> struct OfLanes {
     if (task.mask) return sum_masked(at, u, part);
     each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
                              __attribute__((noinline)) {
-      each_sum<AT_ONCE>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
-                                     __attribute__((always_inline)) {
+      each_sum<AT_ONCE>(u.lanes, along, [&](auto number, auto partial, int64_t lane,
+                                            int64_t tail) __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value;
         V k[B], sums[B] = {}, squares[B] = {};
@@ -611,7 +613,7 @@ template <class T> struct OfLanes {
       const int64_t x_step = along.step[X], grad_step = along.step[GRAD];
       const int64_t dx_step = along.step[DX], affine_step = along.step[AFFINE];
       const auto each = [&](const auto &body) __attribute__((always_inline)) {
-        if (PerElement) each_sum<MANY>(u.lanes, body);
+        if (PerElement) each_sum<MANY>(u.lanes, along, body);
         else each_block<W, MANY>(u.lanes, body);
       };
       each([&](auto number, auto partial, int64_t lane, int64_t tail)
