@@ -11,8 +11,7 @@ namespace {
 // and for the cache.
 constexpr int64_t PART = 32768;
 constexpr int64_t STEPS = 128;  // of a part of lanes
-// Lanes of a tile: many, so that each step is a long run of memory. Multiples of the fewest are whole
-// blocks of vectors.
+// Lanes of a tile: many, so that each step is a long run of memory.
 constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096;
 // Elements of a tile. In forward one of x and one of y fit into an L2 cache of 1 MB; in backward, where
 // each tile may have sums of its own for the weight, fewer and larger ones pay.
@@ -208,12 +207,12 @@ Plan make_plan(const Problem &problem) {
     const bool dense = nest.width <= MOST && outer_end > dims && outer_end[-1].reduced &&
                        outer_end[-1].loop.step[X] == nest.width;
     // A group lies in one tile.
-    const int64_t whole = nest.fold > 1 ? nest.fold : FEWEST;
+    const int64_t whole = nest.fold > 1 ? nest.fold : 64;
     const int64_t elements = problem.has_y ? TILE : BACKWARD_TILE;
     const int64_t most =
         nest.fold > 1 ? std::max(WIDEST, whole)
         : dense       ? nest.width
-                      : std::clamp(elements / steps / FEWEST * FEWEST, FEWEST, MOST);
+                      : std::clamp(elements / steps / 64 * 64, FEWEST, MOST);
     nest.tiles = (nest.width + most - 1) / most;
     const int64_t even = (nest.width + nest.tiles - 1) / nest.tiles;
     nest.tile = nest.tiles > 1 ? (even + whole - 1) / whole * whole : nest.width;
