@@ -11,9 +11,11 @@ namespace {
 // and for the cache.
 constexpr int64_t PART = 32768;
 constexpr int64_t STEPS = 128;  // of a part of lanes
-// Lanes of a tile: many, so that each step is a long run of memory, but a tile has to fit into the L2
-// cache.
-constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096, TILE = 262144;  // the last one in elements
+// Lanes of a tile: many, so that each step is a long run of memory.
+constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096;
+// Elements of a tile. In forward one of x and one of y fit into an L2 cache of 1 MB; in backward, where
+// each tile may have sums of its own for the weight, fewer and larger ones pay.
+constexpr int64_t TILE = 98304, BACKWARD_TILE = 262144;
 // Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay.
 constexpr int64_t SHORT = 32, ENOUGH = 8, LONGER = 512;
 // Lines up to this length are taken in the order of memory where statistics are given.
@@ -206,9 +208,11 @@ Plan make_plan(const Problem &problem) {
                        outer_end[-1].loop.step[X] == nest.width;
     // A group lies in one tile.
     const int64_t whole = nest.fold > 1 ? nest.fold : 64;
+    const int64_t elements = problem.has_y ? TILE : BACKWARD_TILE;
     const int64_t most =
         nest.fold > 1 ? std::max(WIDEST, whole)
-                      : dense ? nest.width : std::clamp(TILE / steps / 64 * 64, FEWEST, MOST);
+        : dense       ? nest.width
+                      : std::clamp(elements / steps / 64 * 64, FEWEST, MOST);
     nest.tiles = (nest.width + most - 1) / most;
     const int64_t even = (nest.width + nest.tiles - 1) / nest.tiles;
     nest.tile = nest.tiles > 1 ? (even + whole - 1) / whole * whole : nest.width;
