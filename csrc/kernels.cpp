@@ -1306,6 +1306,9 @@ void move(const Running *running) {
   const Running &r = *running;
   const int32_t type = r.dtype == F64 ? F64 : F32;
   const int64_t groups = r.channels * r.averaged, outer = r.averaged / r.inner;
+  // One group a channel, BatchNorm: nothing is to be averaged, which takes five divisions.
+  const bool alone = r.averaged == 1 && !r.count;
+  const double share = (r.group_size - r.correction) / (r.group_size - r.running_correction);
   for (int64_t channel = 0; channel < r.channels; channel++) {
     double mean = 0, var = 0, valid = 0, free = 0;
     // By shares: the product of a value and a count may overflow.
@@ -1313,13 +1316,21 @@ void move(const Running *running) {
       average = average * (count / (count + n)) + value * (n / (count + n));
       count += n;
     };
-    for (int64_t o = 0; o < outer; o++)
+    const auto mean_of = [&](int64_t g) {
+      return as_double(type, r.stats, g) + as_double(type, r.stats, groups + g);
+    };
+    if (alone) {
+      mean = mean_of(channel);
+      var = r.group_var[channel] * share;
+      valid = r.group_size;
+      free = r.group_size - r.running_correction;
+    }
+    for (int64_t o = 0; o < outer && !alone; o++)
       for (int64_t i = 0; i < r.inner; i++) {
         const int64_t g = (o * r.channels + channel) * r.inner + i;
         const double n = r.count ? r.count[g] : r.group_size;
-        const double m = as_double(type, r.stats, g) + as_double(type, r.stats, groups + g);
         if (n == 0) continue;
-        include(mean, valid, m, n);
+        include(mean, valid, mean_of(g), n);
         const double freedom = n - r.running_correction;
         if (freedom > 0) include(var, free, r.group_var[g] * ((n - r.correction) / freedom), n);
       }
