@@ -56,8 +56,8 @@ constexpr int AT_ONCE = VB == 64 ? 8 : 4;  // vectors of lanes: as many sums as 
 
 template <int N> struct Number { static constexpr int value = N; };
 
-// As many where some constants of every lane stand in registers, too.
-constexpr int FEW = VB == 64 ? 4 : 2;
+// As many where some constants of every lane stand in registers, too: five of them, or three.
+constexpr int FEW = VB == 64 ? 4 : 2, SOME = VB == 64 ? 8 : 4;
 
 // As many as two sums each fit into registers, the constants being read from memory: whole steps of
 // many tensors, which lie one after another.
@@ -153,9 +153,11 @@ template <class T> struct OfLanes {
   }
 
   // Blocks for sums. A processor that fetches what comes next by itself wants to see memory read in
-  // order: whole steps where they fit, or BatchNorm of 96 channels takes half as long again.
-  template <int Most, class Body> INLINE void each_sum(int64_t lanes, const Body &body) const {
-    if (job.singly) each_block<W, WHOLE>(lanes, body);
+  // order: whole steps where they fit and follow each other, or BatchNorm of 96 channels takes half as
+  // long again.
+  template <int Most, class Body>
+  INLINE void each_sum(int64_t lanes, const Loop &along, const Body &body) const {
+    if (job.singly && along.step[X] == lanes) each_block<W, WHOLE>(lanes, body);
     else each_block<W, Most>(lanes, body);
   }
 
@@ -169,8 +171,10 @@ template <class T> struct OfLanes {
   }
 
   NOINLINE void count(const Place &at, Unit &u) const {
-    for (int64_t j = 0; j < u.pitch; j++)
-      u.count[j] = task.mask || j >= u.lanes ? 0 : (double)nest.group_size;
+    const int64_t all = task.mask ? 0 : u.lanes;
+    const double size = (double)nest.group_size;
+    for (int64_t j = 0; j < all; j++) u.count[j] = size;
+    for (int64_t j = all; j < u.pitch; j++) u.count[j] = 0;
     if (!task.mask) return;
     every_step(at, [&](const Place &p) {
       const unsigned char *m = mask(p);
@@ -203,17 +207,16 @@ template <class T> struct OfLanes {
   }
 
   // Statistics that the compute type cannot hold contribute nothing to vector sums.
-  int32_t take_out_unsafe(Unit &u) const {
-    int32_t any = 0;
-    for (int64_t j = 0; j < u.lanes; j++) {
-      if (u.unsafe[j]) u.hi[j] = u.lo[j] = u.rstd[j] = 0, any = 1;
-      u.shift[j] = -u.lo[j] * u.rstd[j];
-    }
-    return any;
+  void take_out_unsafe(Unit &u, bool unsafe) const {
+    const int64_t n = u.lanes;
+    for (int64_t j = 0; unsafe && j < n; j++)
+      if (u.unsafe[j]) u.hi[j] = u.lo[j] = u.rstd[j] = 0;
+    for (int64_t j = 0; j < n; j++) u.shift[j] = -u.lo[j] * u.rstd[j];
   }
   // Running or saved statistics.
   NOINLINE void take_known(const Place &at, Unit &u) const {
     Known<C> known(task, at);
+    bool any_unsafe = false;
     for (int64_t j = 0; j < u.lanes; j += nest.fold) {
       const C hi = known.hi(), lo = known.lo(), rstd = known.rstd();
       const bool unsafe = !known.is_safe() && (task.running_mean || u.count[j] > 0);
@@ -223,9 +226,11 @@ template <class T> struct OfLanes {
         u.rstd[i] = rstd;
         u.unsafe[i] = unsafe;
       }
+      any_unsafe |= unsafe;
       known.step();
     }
-    u.repair = take_out_unsafe(u);
+    take_out_unsafe(u, any_unsafe);
+    u.repair = any_unsafe;
   }
 
   // ---- forward
@@ -308,15 +313,15 @@ template <class T> struct OfLanes {
     if (task.mask) return sum_masked(at, u, part);
     each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
                              __attribute__((noinline)) {
-      each_sum<AT_ONCE>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
-                                     __attribute__((always_inline)) {
+      each_sum<AT_ONCE>(u.lanes, along, [&](auto number, auto partial, int64_t lane,
+                                            int64_t tail) __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value;
         V k[B], sums[B] = {}, squares[B] = {};
         for (int j = 0; j < B; j++) k[j] = load(u.k + lane + j * W);
         const T *v = x(p) + lane;
         for (int64_t step = 0; step < steps; step++, v += along.step[X]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
           for (int j = 0; j < B; j++) {
             const bool last = Partial && j == B - 1;
             const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - k[j];
@@ -362,22 +367,26 @@ template <class T> struct OfLanes {
     fold(s, u.lanes);
     fold(q, u.lanes);
     if (center && u.passes++ == 0) {
-      int again = 0;
-      for (int64_t j = 0; j < u.lanes; j++) {
-        // The shift is more than 1.5 deviations off (half of one in double, see moments), or not a
-        // number.
-        constexpr double factor = same<C, double> ? 5 : 13.0 / 9.0;
-        u.redo[j] = u.count[j] > 0 && !(factor * s[j] * s[j] <= u.count[j] * q[j]);
-        again |= u.redo[j];
+      // The shift is more than 1.5 deviations off (half of one in double, see moments), or not a
+      // number.
+      constexpr double factor = same<C, double> ? 5 : 13.0 / 9.0;
+      constexpr int D = lanes<double>;
+      const vd zero = {};
+      vl again = {};
+      for (int64_t j = 0; j < round_up(u.lanes, D); j += D) {
+        const vd sum = load(s + j), count = load(u.count + j);
+        again |= (count > zero) & ~(factor * sum * sum <= count * load(q + j));
       }
-      if (again) {
+      if (any(again)) {
         for (int64_t j = 0; j < u.lanes; j++)
-          if (u.redo[j]) u.k[j] += (C)(s[j] / u.count[j]);
+          if (u.count[j] > 0 && !(factor * s[j] * s[j] <= u.count[j] * q[j]))
+            u.k[j] += (C)(s[j] / u.count[j]);
         return 1;
       }
     }
     double *var = u.part(0, 4);
-    const bool unsafe = settle_lanes(u, s, q, var);
+    const bool unsafe = settle_lanes<false>(u, s, q, var);
+    if (unsafe) settle_lanes<true>(u, s, q, var);
     for (int64_t j = 0; unsafe && j < u.lanes; j += nest.fold) {
       if (!u.unsafe[j]) continue;
       const Exact<T> exact = exact_group<T>(task, at, j, nest.fold, u.count[j]);
@@ -385,26 +394,32 @@ template <class T> struct OfLanes {
       var[j] = exact.var;
     }
     save_lanes(at, u, var);
-    take_out_unsafe(u);
+    take_out_unsafe(u, unsafe);
     u.repair = unsafe;
     return unsafe ? 2 : 0;
   }
 
-  // hi, lo, rstd and the variance of each lane from the sums around k; whether some are unsafe.
+  // hi, lo, rstd and the variance of each lane from the sums around k; whether some are unsafe. Which
+  // ones is seldom asked, and takes as long as all the rest.
+  template <bool Which>
   NOINLINE bool settle_lanes(Unit &u, const double *s, const double *q, double *var) const {
     constexpr int D = lanes<double>;
+    constexpr bool Quick = same<C, float>;
+    Sizes<Quick> sizes(task, broadcast(task.mask ? 0.0 : (double)nest.group_size));
     vl unsafe = {};
     for (int64_t j = 0; j < round_up(u.lanes, D); j += D) {
       const vd count = load(u.count + j);
-      const vl redo = settle_some(task, load(s + j), load(q + j), count, u.k + j, u.hi + j,
+      if (task.mask) sizes = Sizes<Quick>(task, count);
+      const vl redo = settle_some(task, load(s + j), load(q + j), sizes, u.k + j, u.hi + j,
                                   u.lo + j, u.rstd + j, var + j) & (count > vd{});
       unsafe |= redo;
-      for (int i = 0; i < D; i++) u.unsafe[j + i] = redo[i] != 0;
+      for (int i = 0; Which && i < D; i++) u.unsafe[j + i] = redo[i] != 0;
     }
     return any(unsafe);
   }
 
   void save_lanes(const Place &at, const Unit &u, const double *var) const {
+    if (!job.stats && !job.var && !task.count) return;
     int64_t index = at.at[STATS];
     for (int64_t j = 0; j < u.lanes; j += nest.fold, index += nest.stats_step)
       save_statistics(task, index, u.hi[j], u.lo[j], u.rstd[j], var[j], u.count[j]);
@@ -454,6 +469,7 @@ template <class T> struct OfLanes {
   // wait for stores to y whose addresses end in the same 12 bits: twice as slow.
   template <bool PerElement, bool Mixed>
   NOINLINE void apply_chunks(const Place &at, const Unit &u, int64_t part) const {
+    constexpr bool Own = PerElement && !Mixed;
     each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
                              __attribute__((noinline)) {
       // Here, in registers: beside the stores it would be read again for each vector.
@@ -461,10 +477,11 @@ template <class T> struct OfLanes {
       const bool streamed = job.streamed;
       const int64_t ahead = u.ahead, x_step = along.step[X], y_step = along.step[Y];
       const int64_t affine_step = along.step[AFFINE];
-      each_block<W, FEW>(u.lanes, [&](auto number, auto partial, int64_t lane, int64_t tail)
-                                      __attribute__((always_inline)) {
+      const bool usual = !given && !rounds && !streamed && !ahead;
+      each_block<W, Own ? FEW : SOME>(u.lanes, [&](auto number, auto partial, int64_t lane,
+                                                   int64_t tail) __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
-        constexpr bool Partial = decltype(partial)::value, Own = PerElement && !Mixed;
+        constexpr bool Partial = decltype(partial)::value;
         V hi[B], shift[B], rstd[B], w[B], b[B];
         const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
           return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
@@ -480,34 +497,36 @@ template <class T> struct OfLanes {
         const T *v = x(p) + lane;
         T *y = (T *)job.y + p.at[Y] + lane;
         const C *ws = weight + p.at[AFFINE], *bs = bias + p.at[AFFINE];
-        for (int64_t step = 0; step < steps; step++) {
-          const bool past = streamed && can_stream(y);
-#pragma GCC unroll 8
-          for (int j = 0; j < B; j++) {
-            const bool last = Partial && j == B - 1;
-            if (Mixed) {
-              w[j] = read(ws, j);
-              b[j] = read(bs, j);
-            } else if (!Own) {
-              w[j] = broadcast(*ws);
-              b[j] = broadcast(*bs);
+        const auto each_of = [&](auto usual) __attribute__((always_inline)) {
+          constexpr bool Usual = decltype(usual)::value;
+          for (int64_t step = 0; step < steps; step++) {
+            const bool past = !Usual && streamed && can_stream(y);
+            const V all_w = Own || Mixed ? V{} : broadcast(*ws);
+            const V all_b = Own || Mixed ? V{} : broadcast(*bs);
+#pragma GCC unroll 16
+            for (int j = 0; j < B; j++) {
+              const bool last = Partial && j == B - 1;
+              const V wj = Own ? w[j] : Mixed ? read(ws, j) : all_w;
+              const V bj = Own ? b[j] : Mixed ? read(bs, j) : all_b;
+              if (!Usual && ahead) fetch(v + j * W + ahead);
+              const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - hi[j];
+              V r;
+              if (!Usual && given) {
+                // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
+                r = fma(d, rstd[j] * wj, fma(shift[j], wj, bj));
+              } else {
+                r = fma(d, rstd[j], shift[j]);
+                if (can_round<T> && !Usual && rounds) r = round_as<T>(r);
+                r = fma(r, wj, bj);
+              }
+              if (last) store(y + j * W, r, tail);
+              else write(y + j * W, r, past);
             }
-            if (ahead) fetch(v + j * W + ahead);
-            const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - hi[j];
-            V r;
-            if (given) {
-              // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
-              r = fma(d, rstd[j] * w[j], fma(shift[j], w[j], b[j]));
-            } else {
-              r = fma(d, rstd[j], shift[j]);
-              if (can_round<T> && rounds) r = round_as<T>(r);
-              r = fma(r, w[j], b[j]);
-            }
-            if (last) store(y + j * W, r, tail);
-            else write(y + j * W, r, past);
+            v += x_step, y += y_step, ws += affine_step, bs += affine_step;
           }
-          v += x_step, y += y_step, ws += affine_step, bs += affine_step;
-        }
+        };
+        if (usual) each_of(Number<1>{});
+        else each_of(Number<0>{});
       });
     });
   }
@@ -594,7 +613,7 @@ template <class T> struct OfLanes {
       const int64_t x_step = along.step[X], grad_step = along.step[GRAD];
       const int64_t dx_step = along.step[DX], affine_step = along.step[AFFINE];
       const auto each = [&](const auto &body) __attribute__((always_inline)) {
-        if (PerElement) each_sum<MANY>(u.lanes, body);
+        if (PerElement) each_sum<MANY>(u.lanes, along, body);
         else each_block<W, MANY>(u.lanes, body);
       };
       each([&](auto number, auto partial, int64_t lane, int64_t tail)

@@ -316,9 +316,10 @@ template <class T> struct OfLines {
         squares[k] = again[1].value();
       }
     }
+    const Sizes<false> sizes(task, broadcast(size));
     vl redo = {};
     for (int j = 0; j < BATCH; j += D) {
-      redo |= settle_some(task, load(sums + j), load(squares + j), broadcast(size), u.k + j,
+      redo |= settle_some(task, load(sums + j), load(squares + j), sizes, u.k + j,
                           u.hi + j, u.lo + j, u.rstd + j, var + j);
     }
     if (__builtin_expect(any(redo), 0)) return false;

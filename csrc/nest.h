@@ -185,19 +185,32 @@ inline double divisor_of(const Task &task, double count) {
   return free > 0 ? free : 1;
 }
 
+// What the sums of groups are divided by, one group in each lane: their valid elements, and those less
+// the correction. Quick: multiplied by the reciprocals, taken once for groups of one size.
+template <bool Quick> struct Sizes {
+  vd count, free;
+  INLINE Sizes(const Task &task, vd valid) {
+    const vd zero = {}, one = broadcast(1.0), left = valid - task.correction;
+    count = valid > zero ? valid : one;
+    free = left > zero ? left : one;
+    if (Quick) count = one / count, free = one / free;
+  }
+  static INLINE vd divide(vd sum, vd by) { return Quick ? sum * by : sum / by; }
+};
+
 // settle for as many groups as a vector of doubles has lanes: hi, lo, rstd and the variance of each
-// from the sums around k; which are out of the range of C.
-template <class C>
-INLINE vl settle_some(const Task &task, vd sum, vd q, vd count, const C *k, C *hi, C *lo, C *rstd,
-                      double *var) {
-  const vd zero = {}, one = broadcast(1.0), free = count - task.correction;
-  const vd mean = sum / (count > zero ? count : one);
+// from the sums around k; which are out of the range of C. Quick: not to the same bits, but as good in
+// floats.
+template <bool Quick, class C>
+INLINE vl settle_some(const Task &task, vd sum, vd q, const Sizes<Quick> &sizes, const C *k, C *hi,
+                      C *lo, C *rstd, double *var) {
+  const vd zero = {};
+  const vd mean = sizes.divide(sum, sizes.count);
   const vd squares = q - sum * mean;
-  const vd v = (squares < zero ? zero : squares) / (free > zero ? free : one);
-  const vd deviation = square_root(v + task.job->eps);
+  const vd v = sizes.divide(squares < zero ? zero : squares, sizes.free);
   const vd high = store_rounded(hi, load_as_double(k));
   store_rounded(lo, mean);
-  const vd root = store_rounded(rstd, deviation == zero ? zero : one / deviation);
+  const vd root = store_rounded(rstd, reciprocal_root<Quick>(v + task.job->eps));
   store(var, v);
   vl redo = (v - v != zero) | ((root < (double)least_normal<C>) & (root >= zero));
   if (task.job->eps < tiny<C>) redo |= v < tiny<C>;

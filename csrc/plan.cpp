@@ -11,9 +11,11 @@ namespace {
 // and for the cache.
 constexpr int64_t PART = 32768;
 constexpr int64_t STEPS = 128;  // of a part of lanes
-// Lanes of a tile: many, so that each step is a long run of memory, but a tile has to fit into the L2
-// cache.
-constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096, TILE = 262144;  // the last one in elements
+// Lanes of a tile: many, so that each step is a long run of memory.
+constexpr int64_t FEWEST = 128, MOST = 1024, WIDEST = 4096;
+// Elements of a tile. In forward one of x and one of y fit into an L2 cache of 1 MB; in backward, where
+// each tile may have sums of its own for the weight, fewer and larger ones pay.
+constexpr int64_t TILE = 98304, BACKWARD_TILE = 262144;
 // Lines shorter than this are lanes where that is possible, and there are steps enough for it to pay.
 constexpr int64_t SHORT = 32, ENOUGH = 8, LONGER = 512;
 // Lines up to this length are taken in the order of memory where statistics are given.
@@ -63,17 +65,51 @@ void join(Lines &lines) {
   lines.per_part = lines.count;
 }
 
-Plan make_plan(const Problem &problem) {
+// Makes a plan, step by step.
+class Planner {
+ public:
+  explicit Planner(const Problem &given) : problem(given) {}
+
+  Plan make() {
+    read_axes();
+    sort_by_memory();
+    if ((plan.refused = refusal())) return plan;
+    gather_weight();
+    merge_neighbours();
+    choose_nest();
+    if (nest.lanes) choose_tiles();
+    else if (nest.in_order) nest.running_step = dims[count - 2].loop.step[RUNNING];
+    remember_order();
+    share_out_loops();
+    if (!nest.lanes) find_lines();
+    place_pieces();
+    find_rows();
+    return plan;
+  }
+
+ private:
+  const Problem &problem;
   Plan plan = {};
   Nest &nest = plan.nest;
+
   Dimension dims[MAX_LOOPS];
   int count = 0;
+  int inner = 1;  // how many dimensions the innermost loop consists of
+  const Dimension &last() const { return dims[count - 1]; }
+  Dimension *outer_end() { return dims + count - inner; }
+
+  // The weight: the dimensions before neighbours were merged, and what is gathered of it.
+  Dimension original[MAX_LOOPS];
+  int originals = 0;
   bool any_affine = false;
-  nest.group_size = nest.groups = 1;
-  {
+  bool in_order = true;  // it lies in memory order
+  bool expand = false;   // one element a lane, though it is the same for some
+  int64_t gathered = 1;
+
+  void read_axes() {
     // Logical strides of what is stored densely: the weight, the statistics, running statistics.
     int64_t affine = 1, stats = 1, running = 1;
-    Dimension found[MAX_LOOPS];
+    nest.group_size = nest.groups = 1;
     for (int i = problem.axes - 1; i >= 0; i--) {
       const Axis &axis = problem.axis[i];
       Dimension d = {};
@@ -91,203 +127,201 @@ Plan make_plan(const Problem &problem) {
       if (!axis.reduced) step[STATS] = stats, stats *= axis.size;
       if (axis.running) step[RUNNING] = running, running *= axis.size;
       (axis.reduced ? nest.group_size : nest.groups) *= axis.size;
-      if (axis.size != 1) found[count++] = d;
+      if (axis.size != 1) dims[count++] = d;
     }
-    std::reverse_copy(found, found + count, dims);
+    std::reverse(dims, dims + count);
     nest.affine_size = affine;
     nest.channels = running;
   }
-  // Memory order, by the dense one of the tensors; expanded axes keep their place.
-  const Array by = problem.has_y ? Y : problem.has_dx ? DX : X;
-  std::stable_sort(dims, dims + count, [&](const Dimension &a, const Dimension &b) {
-    return llabs(a.loop.step[by]) > llabs(b.loop.step[by]);
-  });
-  if (!count) {
+
+  // By the dense one of the tensors; expanded axes keep their place.
+  void sort_by_memory() {
+    const Array by = problem.has_y ? Y : problem.has_dx ? DX : X;
+    std::stable_sort(dims, dims + count, [&](const Dimension &a, const Dimension &b) {
+      return llabs(a.loop.step[by]) > llabs(b.loop.step[by]);
+    });
+    if (count) return;
     dims[count++] = Dimension{};
     dims[0].loop.size = 1;
-    dims[0].loop.step[X] = dims[0].loop.step[Y] = dims[0].loop.step[GRAD] = dims[0].loop.step[DX] = 1;
+    for (Array a : {X, Y, GRAD, DX}) dims[0].loop.step[a] = 1;
     dims[0].reduced = true;
   }
-  for (Array a : {X, Y, GRAD, DX})
-    if (dims[count - 1].loop.step[a] != 1) {
-      plan.refused = "copy: no axis is contiguous in all tensors";
-      return plan;
-    }
-  if (dims[count - 1].loop.step[MASK] > 1 || dims[count - 1].loop.step[MASK] < 0) {
-    plan.refused = "copy: the mask is not contiguous";
-    return plan;
+
+  const char *refusal() const {
+    for (Array a : {X, Y, GRAD, DX})
+      if (last().loop.step[a] != 1) return "copy: no axis is contiguous in all tensors";
+    const int64_t mask = last().loop.step[MASK];
+    return mask > 1 || mask < 0 ? "copy: the mask is not contiguous" : nullptr;
   }
 
   // The weight in memory order.
-  bool in_order = true;
-  int64_t gathered = 1;
-  for (int i = count - 1; i >= 0; i--) {
-    if (!dims[i].affine) continue;
-    any_affine = true;
-    in_order &= dims[i].loop.step[AFFINE] == gathered;
-    gathered *= dims[i].loop.size;
+  void gather_weight() {
+    std::copy(dims, dims + count, original);
+    originals = count;
+    for (int i = count - 1; i >= 0; i--) {
+      if (!dims[i].affine) continue;
+      any_affine = true;
+      in_order &= dims[i].loop.step[AFFINE] == gathered;
+      dims[i].loop.step[AFFINE] = gathered;
+      gathered *= dims[i].loop.size;
+    }
   }
-  const auto remember_order = [&](const Dimension *from, const Dimension *to, bool all_lanes,
-                                  const Dimension *lanes) {
-    for (const Dimension *d = from; d < to; d++)
-      if (d->affine || (all_lanes && d >= lanes)) plan.order.loop[plan.order.loops++] = d->loop;
-    plan.order.count = product(plan.order.loop, plan.order.loops);
-  };
-  Dimension original[MAX_LOOPS];
-  std::copy(dims, dims + count, original);
-  const int originals = count;
-  gathered = 1;
-  for (int i = count - 1; i >= 0; i--)
-    if (dims[i].affine) dims[i].loop.step[AFFINE] = gathered, gathered *= dims[i].loop.size;
 
   // Neighbours in memory that play the same roles are one loop.
-  for (int i = count - 2; i >= 0; i--) {
-    const Dimension &a = dims[i], &b = dims[i + 1];
-    if (a.reduced != b.reduced || a.affine != b.affine || a.running != b.running ||
-        !continues(a, b, ALL))
-      continue;
-    dims[i + 1].loop.size *= a.loop.size;
-    std::copy(dims + i + 1, dims + count, dims + i);
-    count--;
+  void merge_neighbours() {
+    for (int i = count - 2; i >= 0; i--) {
+      const Dimension &a = dims[i], &b = dims[i + 1];
+      if (a.reduced != b.reduced || a.affine != b.affine || a.running != b.running ||
+          !continues(a, b, ALL))
+        continue;
+      dims[i + 1].loop.size *= a.loop.size;
+      std::copy(dims + i + 1, dims + count, dims + i);
+      count--;
+    }
   }
 
-  const Dimension &last = dims[count - 1];
-  nest.mask_step = last.loop.step[MASK];
-  nest.fold = 1;
-  int inner = 1;  // how many dimensions the innermost loop consists of
-  nest.lanes = !last.reduced;
-  nest.per_element = last.affine;
-  bool expand = false;
-  // One kept loop around the lines, and one of lines of a group around that.
-  nest.in_order = problem.has_running && problem.has_y && !problem.has_mask && last.reduced &&
-                  !last.affine && last.loop.size <= IN_ORDER && count > 1 && count <= 3 &&
-                  !dims[count - 2].reduced && (count == 2 || dims[0].reduced);
-  if (!nest.in_order && last.reduced && last.loop.size < LONGER && count > 1 &&
-      !dims[count - 2].reduced) {
-    // GroupNorm in channels_last, BatchNorm of tiny maps: lanes that share a group.
-    const Dimension &groups = dims[count - 2];
+  void choose_nest() {
+    nest.mask_step = last().loop.step[MASK];
+    nest.fold = 1;
+    nest.lanes = !last().reduced;
+    nest.per_element = last().affine;
+    // One kept loop around the lines, and one of lines of a group around that.
+    nest.in_order = problem.has_running && problem.has_y && !problem.has_mask && last().reduced &&
+                    !last().affine && last().loop.size <= IN_ORDER && count > 1 && count <= 3 &&
+                    !dims[count - 2].reduced && (count == 2 || dims[0].reduced);
+    if (!nest.in_order && lanes_share_groups()) {
+      const Dimension &groups = dims[count - 2];
+      nest.lanes = 1;
+      nest.fold = last().loop.size;
+      nest.per_element = groups.affine || last().affine;
+      expand = nest.per_element && !(groups.affine && last().affine);
+      inner = 2;
+    }
+    for (int i = 0; i < count - 1 && nest.lanes && inner == 1; i++)
+      if (dims[i].reduced && dims[i].affine) nest.mixed = nest.per_element;
+  }
+
+  // Whether short lines are taken as lanes that share a group: GroupNorm in channels_last, BatchNorm of
+  // tiny maps. How many groups there are decides nothing: a group has the same bits among any others.
+  bool lanes_share_groups() const {
+    const int64_t size = last().loop.size;
+    if (!last().reduced || size >= LONGER || count < 2 || dims[count - 2].reduced) return false;
     int64_t steps = 1;
     bool outer_affine = false;
     for (int i = 0; i < count - 2; i++) {
       if (dims[i].reduced) steps *= dims[i].loop.size;
       outer_affine |= dims[i].reduced && dims[i].affine;
     }
-    const unsigned tensors = 1u << X | 1u << Y | 1u << GRAD | 1u << DX | 1u << MASK;
-    const bool lane_affine = groups.affine || last.affine;
-    // Longer lines want more steps, and fewer where each element of them has a weight of its own.
-    const int64_t size = last.loop.size;
-    // Where masks and weights of single elements take short lines one by one, lanes pay soon.
-    const bool soon = last.affine || problem.has_mask;
-    const int64_t enough = size >= SHORT ? (last.affine ? size / 2 : 8 * size)
+    // Longer lines want more steps, and fewer where each element of them has a weight of its own. Where
+    // masks and weights of single elements take short lines one by one, lanes pay soon.
+    const bool soon = last().affine || problem.has_mask;
+    const int64_t enough = size >= SHORT ? (last().affine ? size / 2 : 8 * size)
                            : soon ? ENOUGH : std::max(ENOUGH, 3 * size / 2);
-    // How many groups there are decides nothing: a group has the same bits among any others.
-    if (steps >= enough && !(outer_affine && any_affine) && continues(groups, last, tensors)) {
-      nest.lanes = 1;
-      nest.fold = last.loop.size;
-      nest.per_element = lane_affine;
-      expand = lane_affine && !(groups.affine && last.affine);
-      inner = 2;
-    }
+    const unsigned tensors = 1u << X | 1u << Y | 1u << GRAD | 1u << DX | 1u << MASK;
+    return steps >= enough && !(outer_affine && any_affine) &&
+           continues(dims[count - 2], last(), tensors);
   }
-  for (int i = 0; i < count - 1 && nest.lanes && inner == 1; i++)
-    if (dims[i].reduced && dims[i].affine) nest.mixed = nest.per_element;
-  Dimension *const outer_end = dims + count - inner;
-  if (nest.lanes) {
-    const Dimension &first = *outer_end;
-    nest.width = product(&first.loop, 1) * (inner == 2 ? last.loop.size : 1);
+
+  void choose_tiles() {
+    const Dimension *const end = outer_end(), &first = *end;
+    nest.width = first.loop.size * (inner == 2 ? last().loop.size : 1);
     nest.stats_step = first.loop.step[STATS];
     nest.running_step = first.loop.step[RUNNING];
     int64_t steps = 1;
-    for (const Dimension *d = dims; d < outer_end; d++)
+    for (const Dimension *d = dims; d < end; d++)
       if (d->reduced) steps *= d->loop.size;
     // Steps that follow each other in memory are read without a gap if a tile takes the whole width,
     // which gains more than staying in the L2 cache: a third of BatchNorm in channels_last.
-    const bool dense = nest.width <= MOST && outer_end > dims && outer_end[-1].reduced &&
-                       outer_end[-1].loop.step[X] == nest.width;
+    const bool dense = nest.width <= MOST && end > dims && end[-1].reduced &&
+                       end[-1].loop.step[X] == nest.width;
     // A group lies in one tile.
     const int64_t whole = nest.fold > 1 ? nest.fold : 64;
+    const int64_t elements = problem.has_y ? TILE : BACKWARD_TILE;
     const int64_t most =
         nest.fold > 1 ? std::max(WIDEST, whole)
-                      : dense ? nest.width : std::clamp(TILE / steps / 64 * 64, FEWEST, MOST);
+        : dense       ? nest.width
+                      : std::clamp(elements / steps / 64 * 64, FEWEST, MOST);
     nest.tiles = (nest.width + most - 1) / most;
     const int64_t even = (nest.width + nest.tiles - 1) / nest.tiles;
     nest.tile = nest.tiles > 1 ? (even + whole - 1) / whole * whole : nest.width;
     nest.tiles = (nest.width + nest.tile - 1) / nest.tile;
-    if (expand) {
-      // One element a lane: dimensions without a weight are gathered with step 0.
-      gathered = nest.width;
-      for (Dimension *d = outer_end - 1; d >= dims; d--)
-        if (d->affine) d->loop.step[AFFINE] = gathered, gathered *= d->loop.size;
-      in_order = false;
-    }
-  } else {
-    nest.width = nest.tile = nest.tiles = 1;
-    if (nest.in_order) nest.running_step = dims[count - 2].loop.step[RUNNING];
   }
-  if (any_affine && !in_order) {
-    const Dimension *lanes = original + originals;
+
+  // How the weight is gathered, where it is not as it lies.
+  void remember_order() {
+    const Dimension *const end = original + originals, *lanes = end;
     if (expand) {
-      // The original dimensions of the lanes are the last ones.
+      // Dimensions without a weight are gathered with step 0. The original dimensions of the lanes are
+      // the last ones.
+      gathered = nest.width;
+      for (Dimension *d = outer_end() - 1; d >= dims; d--)
+        if (d->affine) d->loop.step[AFFINE] = gathered, gathered *= d->loop.size;
       int64_t size = 1;
       while (size < nest.width) size *= (--lanes)->loop.size;
     }
-    remember_order(original, original + originals, expand, lanes);
+    if (any_affine && (expand || !in_order)) {
+      for (const Dimension *d = original; d < end; d++)
+        if (d->affine || d >= lanes) plan.order.loop[plan.order.loops++] = d->loop;
+      plan.order.count = product(plan.order.loop, plan.order.loops);
+    }
+    plan.order.n = nest.affine_size;  // of the parameter as it is given
+    nest.affine_size = any_affine ? gathered : 1;
+    if (!any_affine) nest.per_element = 0;
   }
-  plan.order.n = nest.affine_size;  // of the parameter as it is given
-  nest.affine_size = any_affine ? gathered : 1;
-  if (!any_affine) nest.per_element = 0;
 
-  for (Dimension *d = dims; d < outer_end; d++)
-    if (!d->reduced) nest.kept[nest.kept_loops++] = d->loop;
-    else nest.applied.loop[nest.applied.loops++] = d->loop;
-  nest.outer = product(nest.kept, nest.kept_loops);
-  nest.units = nest.outer * nest.tiles;
-  nest.applied.n = nest.lanes ? 1 : last.loop.size;
-  cut(nest.applied, nest.lanes);
-  nest.measured = nest.applied;
-  if (!nest.lanes) {
+  // Each loop around the innermost one is either of units or of the lines or steps of a unit.
+  void share_out_loops() {
+    for (const Dimension *d = dims; d < outer_end(); d++)
+      if (!d->reduced) nest.kept[nest.kept_loops++] = d->loop;
+      else nest.applied.loop[nest.applied.loops++] = d->loop;
+    if (!nest.lanes) nest.width = nest.tile = nest.tiles = 1;
+    nest.outer = product(nest.kept, nest.kept_loops);
+    nest.units = nest.outer * nest.tiles;
+    nest.applied.n = nest.lanes ? 1 : last().loop.size;
+    cut(nest.applied, nest.lanes);
+    nest.measured = nest.applied;
+  }
+
+  void find_lines() {
     // Statistics do not care where the weight changes.
     Lines &lines = nest.measured;
     while (!problem.has_mask && lines.loops && lines.loop[lines.loops - 1].step[X] == lines.n)
       lines.n *= lines.loop[--lines.loops].size;
     cut(lines, false);
-    if (nest.per_element && nest.applied.count > 1) {
-      // Lines may share weights, and then their sums: one after the other.
-      join(nest.applied);
-    }
-    // Where the sums of each piece of a line stand.
-    int64_t piece = nest.applied.split;
-    for (int l = nest.applied.loops - 1; l >= 0; l--) {
-      nest.applied.loop[l].step[PIECE] = piece;
-      piece *= nest.applied.loop[l].size;
-    }
-    for (int l = nest.kept_loops - 1; l >= 0; l--) {
-      nest.kept[l].step[PIECE] = piece;
-      piece *= nest.kept[l].size;
-    }
-    nest.pieces = piece;
-  } else {
-    int64_t unit = 1;
-    for (int l = nest.kept_loops - 1; l >= 0; l--) {
-      nest.kept[l].step[PIECE] = unit;
-      unit *= nest.kept[l].size;
-    }
+    // Lines may share weights, and then their sums: one after the other.
+    if (nest.per_element && nest.applied.count > 1) join(nest.applied);
+  }
+
+  // Where the sums of each piece of a line stand, or those of each unit of lanes.
+  void place_pieces() {
+    int64_t piece = nest.lanes ? 1 : nest.applied.split;
+    const auto place = [&](Loop *loop, int loops) {
+      for (int l = loops - 1; l >= 0; l--) {
+        loop[l].step[PIECE] = piece;
+        piece *= loop[l].size;
+      }
+    };
+    if (!nest.lanes) place(nest.applied.loop, nest.applied.loops);
+    place(nest.kept, nest.kept_loops);
+    if (!nest.lanes) nest.pieces = piece;
   }
 
   // Plain rows: one line a group, one loop around them, the same weight for all.
-  bool affine = false;  // also along axes of one element
-  for (int i = 0; i < problem.axes; i++) affine |= problem.axis[i].affine;
-  const bool shared = !affine || (!plan.order.loops && plan.order.n == nest.applied.n && nest.affine_size == plan.order.n &&
-                                  (nest.per_element || nest.applied.n == 1));
-  const bool row = !nest.lanes && nest.applied.loops == 0 && shared && !problem.has_mask &&
-                   !problem.has_running;
-  const bool in_rank = nest.kept_loops == 0 ||
-                       (nest.kept_loops == 1 && nest.kept[0].step[STATS] == 1);
-  plan.rows = row && in_rank && (affine || nest.applied.n < LONG);
-  // Whether rows lie one stride apart may depend on how many there are; their bits do not.
-  if (row && affine) join(nest.measured), join(nest.applied);
-  return plan;
-}
+  void find_rows() {
+    bool affine = false;  // also along axes of one element
+    for (int i = 0; i < problem.axes; i++) affine |= problem.axis[i].affine;
+    const bool one_weight = !plan.order.loops && plan.order.n == nest.applied.n &&
+                            nest.affine_size == plan.order.n &&
+                            (nest.per_element || nest.applied.n == 1);
+    const bool row = !nest.lanes && nest.applied.loops == 0 && (!affine || one_weight) &&
+                     !problem.has_mask && !problem.has_running;
+    const bool in_rank = nest.kept_loops == 0 ||
+                         (nest.kept_loops == 1 && nest.kept[0].step[STATS] == 1);
+    plan.rows = row && in_rank && (affine || nest.applied.n < LONG);
+    // Whether rows lie one stride apart may depend on how many there are; their bits do not.
+    if (row && affine) join(nest.measured), join(nest.applied);
+  }
+};
 
 bool is_same(const Axis &a, const Axis &b) {
   return a.size == b.size && a.reduced == b.reduced && a.affine == b.affine &&
@@ -318,7 +352,7 @@ std::shared_ptr<const Plan> plan_for(const Problem &problem) {
   thread_local std::shared_ptr<const Kept> last[32];
   std::shared_ptr<const Kept> &kept = last[place_of(problem, 32)];
   if (!kept || !is_same(kept->problem, problem))
-    kept = std::make_shared<const Kept>(Kept{problem, make_plan(problem)});
+    kept = std::make_shared<const Kept>(Kept{problem, Planner(problem).make()});
   return {kept, &kept->plan};
 }
 

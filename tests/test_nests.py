@@ -637,6 +637,15 @@ def test_lanes_with_one_large_step() -> None:
     assert_close(y, torch.ones_like(y), 4)
 
 
+def test_the_deviations_of_lanes_are_rounded_once() -> None:
+    """Of many variances at once roots are estimated, and made better until floats do not show it."""
+    deviation = torch.arange(1, 512).float().outer(2.0 ** torch.arange(-30, 30, 4)).flatten()
+    x = torch.stack((deviation, -deviation) * 8).expand(2, 16, -1)  # all sums are exact
+    _, var, rstd = axisnorm.statistics(x, "n [c] l; eps=0")
+    assert torch.equal(var.squeeze(), deviation.square().expand(2, -1))
+    assert torch.equal(rstd.squeeze(), (1 / deviation.double()).float().expand(2, -1))
+
+
 def test_masked_constants_in_float64() -> None:
     for text, shape in (
         ("[n] d", (1000, 7)),
