@@ -62,6 +62,7 @@ template <class Block> class Pool final : public Account {
   bool keep(const std::shared_ptr<Block> &block, int64_t size) {
     if (busy_ || size > most) return false;
     const Busy busy(*this);
+    drop_spoiled();
     if (!make_room(size)) return false;
     Shelf *shelf = find(size);
     if (!shelf) shelf = &*shelves_.insert(shelves_.end(), {size, {}});
@@ -102,6 +103,7 @@ template <class Block> class Pool final : public Account {
   };
 
   std::vector<Shelf> shelves_;
+  size_t next_shelf_ = 0, next_block_ = 0;  // that drop_spoiled looks at
   bool busy_ = false, must_clear_ = false;
 
   Shelf *find(int64_t size) {
@@ -112,6 +114,27 @@ template <class Block> class Pool final : public Account {
 
   static State look_at(const std::shared_ptr<Block> &block, int64_t size) {
     return block.use_count() > 1 ? HELD : block->look(size);
+  }
+
+  // Looks at the next few blocks in turn, and lets those go that are no longer what they were: they may
+  // hold more than is counted, or shared memory and its file. Of a size that does not come again,
+  // nobody else looks at them.
+  void drop_spoiled() {
+    for (int steps = 4; steps && !shelves_.empty(); steps--) {
+      if (next_shelf_ >= shelves_.size()) next_shelf_ = next_block_ = 0;
+      auto &blocks = shelves_[next_shelf_].blocks;
+      if (next_block_ >= blocks.size()) {
+        next_block_ = 0;
+        if (blocks.empty()) shelves_.erase(shelves_.begin() + next_shelf_);
+        else next_shelf_++;
+      } else if (look_at(blocks[next_block_], shelves_[next_shelf_].size) != SPOILED) {
+        next_block_++;
+      } else {
+        const std::shared_ptr<Block> block = blocks[next_block_];
+        blocks.erase(blocks.begin() + next_block_);
+        kept -= shelves_[next_shelf_].size;
+      }
+    }
   }
 
   // Lets free blocks go, oldest first, until so many more bytes fit. Few are looked at, so that a full

@@ -107,7 +107,12 @@ void *resize(void *, void *data, size_t size) {
 
 void free_block(void *data) { free((char *)data - HEAD); }
 
-void release(void *, void *data, size_t) { blocks.keep(data, size_of(data)); }
+// One that was made small by resize is for no large array, and takes more than is counted.
+void release(void *, void *data, size_t) {
+  const size_t size = size_of(data);
+  if ((int64_t)size < large) free_block(data);
+  else blocks.keep(data, size);
+}
 
 Handler pool_handler = {"axisnorm", 1, nullptr, allocate, allocate_zeros, resize, release};
 

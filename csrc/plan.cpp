@@ -143,8 +143,8 @@ class Planner {
     if (count) return;
     dims[count++] = Dimension{};
     dims[0].loop.size = 1;
-    for (Array a : {X, Y, GRAD, DX}) dims[0].loop.step[a] = 1;
-    dims[0].reduced = true;
+    // One group of one element, as it would be among others.
+    for (int a : {X, Y, GRAD, DX, STATS}) dims[0].loop.step[a] = 1;
   }
 
   const char *refusal() const {

@@ -1,5 +1,7 @@
 #include "torch_memory.h"
 
+#include <atomic>
+
 namespace torch_door {
 
 namespace nb = nanobind;
@@ -103,6 +105,8 @@ bool Storage::set_free() const {
 
 State Storage::look(int64_t bytes) const {
   if (references() != free_references || holders() != FREE_HOLDERS) return memory::HELD;
+  // Who let go of it last may have read or written it without the GIL: that comes before.
+  std::atomic_thread_fence(std::memory_order_acquire);
   // Resized, moved to shared memory, or copied because a lazy clone was written: it is elsewhere.
   const bool same = number(size_of.ask(storage_.ptr())) == bytes &&
                     number(address_of.ask(storage_.ptr())) == address_;

@@ -424,6 +424,25 @@ def test_how_many_other_groups_there_are_changes_no_bits() -> None:
             assert torch.equal(one, other[:, :samples])
 
 
+@pytest.mark.parametrize("text", ["... [d]", "... [d]; affine=d", "n [d] [s]"])
+def test_a_group_of_one_element_does_not_depend_on_its_batch(text: str) -> None:
+    """One alone was a row, and several were lanes."""
+    scheme = Scheme(text, center=False)
+    shape = (40, 1, 1) if "s" in text else (40, 1)
+    x, grad = values(shape), values(shape, seed=1)
+    weight = torch.full((1,), 1.3) if scheme.affine else None
+
+    def both(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x[part].clone().requires_grad_()
+        y = axisnorm.normalize(leaf, scheme, weight)
+        return y, torch.autograd.grad(y, leaf, grad[part])[0]
+
+    whole = both(slice(None))
+    for i in range(40):
+        for one, other in zip(both(slice(i, i + 1)), whole, strict=True):
+            assert torch.equal(one[0], other[i])
+
+
 def test_rows_lines_and_lanes() -> None:
     reasons = {
         "rows": "each group is a row of contiguous elements",

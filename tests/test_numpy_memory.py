@@ -123,10 +123,16 @@ def test_memory_that_was_resized_is_kept_for_what_it_is() -> None:
     del y
     assert _pool.kept == 2 * X.nbytes
     y = axisnorm.layer_norm(np.tile(X, (2, 1)), X.shape[-1])
-    assert _pool.kept == 0
-    y.resize(4)
+    assert _pool.kept == 0 and y.nbytes == 2 * X.nbytes
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, LEAST // 4 - 1])
+def test_memory_that_became_small_is_let_go(size: int) -> None:
+    """A small block takes a page, and no large output is ever made of it."""
+    y = normalized()
+    y.resize(size)
     del y
-    assert _pool.kept == 16
+    assert _pool.kept == 0
 
 
 def test_release_by_another_thread() -> None:

@@ -154,6 +154,34 @@ def test_shared_memory_is_let_go() -> None:
     assert output().data_ptr() != place
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda y: y.share_memory_(),
+        lambda y: y.resize_(y.numel() * 3),
+        lambda y: y.untyped_storage().resize_(0),
+    ],
+    ids=["shared", "grown", "emptied"],
+)
+def test_what_is_spoiled_is_let_go_if_its_size_never_comes_again(spoil: Any) -> None:
+    """Each kept file descriptors, or more memory than was counted."""
+    storages = []
+    for i in range(60):
+        y = small(1000 + i)
+        storages.append(weakref.ref(y.untyped_storage()))
+        spoil(y)
+        del y
+    assert sum(s() is not None for s in storages) < 6
+    assert _pool.kept < 6 * 1060
+    in_use = [small(2000 + i) for i in range(20)]
+    for i in range(60):
+        y = small(3000 + i)
+        storages.append(weakref.ref(y.untyped_storage()))
+        spoil(y)
+        del y
+    assert sum(s() is not None for s in storages) <= len(in_use) + 6
+
+
 def test_other_layouts_and_types() -> None:
     image = values((8, 64, 128, 128)).contiguous(memory_format=torch.channels_last)
     for _ in range(3):
