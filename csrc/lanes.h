@@ -782,7 +782,7 @@ template <class T> struct OfLanes {
       store_rounded(u.slope + j, -slope);
     }
     for (int64_t j = 0; j < u.lanes; j++) {
-      u.redo[j] = u.unsafe[j] || !finite(u.mean[j]) || !finite(u.slope[j]);
+      u.redo[j] = u.unsafe[j] || !finite(u.mean[j]) || !finite(u.slope[j] * u.rstd[j]);
       u.repair |= u.redo[j];
     }
     return u.repair ? 2 : 0;
@@ -840,16 +840,18 @@ template <class T> struct OfLanes {
                                       __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value, Own = PerElement && !Mixed;
-        V hi[B], shift[B], rstd[B], mean[B], slope[B], w[B];
+        // The products are made once, as in Derivative: a group of one element may be a row, too.
+        V hi[B], rstd[B], mean[B], by_slope[B], at_hi[B], w[B];
         const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
           return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
         };
         for (int j = 0; j < B; j++) {
+          const V slope = load(u.slope + lane + j * W);
           hi[j] = load(u.hi + lane + j * W);
-          shift[j] = load(u.shift + lane + j * W);
           rstd[j] = load(u.rstd + lane + j * W);
           mean[j] = load(u.mean + lane + j * W);
-          slope[j] = load(u.slope + lane + j * W);
+          by_slope[j] = rstd[j] * slope;
+          at_hi[j] = load(u.shift + lane + j * W) * slope;
           if (Own) w[j] = read(weight + p.at[AFFINE], j);
         }
         const T *v = x(p) + lane, *g = grad(p) + lane;
@@ -864,9 +866,8 @@ template <class T> struct OfLanes {
             else if (!Own) w[j] = broadcast(*ws);
             if (ahead) fetch(v + j * W + ahead), fetch(g + j * W + ahead);
             const V gw = (last ? load(g + j * W, tail) : load(g + j * W)) * w[j];
-            const V xhat = fma((last ? load(v + j * W, tail) : load(v + j * W)) - hi[j], rstd[j],
-                               shift[j]);
-            const V r = fma(xhat, slope[j], gw + mean[j]) * rstd[j];
+            const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - hi[j];
+            const V r = fma(d, by_slope[j], gw + mean[j] + at_hi[j]) * rstd[j];
             if (last) store(dx + j * W, r, tail);
             else write(dx + j * W, r, past);
           }

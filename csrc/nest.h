@@ -405,7 +405,9 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
     if (ahead) fetch(x + i + ahead), fetch(grad + i + ahead);
     const V v = tail ? load(x + i, tail) : load(x + i), gw = weighted(i, tail);
     if (!PerLane) return derivative.template of<true>(v, gw);
-    return fma(standardized(v, i, tail), s(i, tail), gw + m(i, tail)) * standardized.rstd(i, tail);
+    const V rstd = standardized.rstd(i, tail), slope = s(i, tail);
+    return fma(v - standardized.hi(i, tail), rstd * slope,
+               gw + m(i, tail) + standardized.shift(i, tail) * slope) * rstd;
   });
 }
 
