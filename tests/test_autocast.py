@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from cases import DTYPES, assert_close, values
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import axisnorm
 
@@ -69,6 +70,30 @@ def test_norms_that_torch_has_not_do_as_layer_norm(norm: Any, autocast: torch.dt
         assert y.dtype == dtype and torch.equal(y, norm(axisnorm, *leaves))
         y.sum().backward()
         assert [t.grad.dtype for t in leaves] == [t.dtype for t in leaves]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "group_norm"])
+def test_types_on_an_accelerator_are_torchs(name: str, autocast: torch.dtype) -> None:
+    """Some of torch's norms leave the half types there. No accelerator is needed to see it."""
+    enabled, before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    with FakeTensorMode():
+        for dtype in (torch.float32, autocast):
+            x = torch.empty(3, 4, device="cuda", dtype=dtype)
+            w, b = torch.empty(2, 4, device="cuda")
+            for on in (False, True):
+                torch.set_autocast_enabled("cuda", on)
+                torch.set_autocast_dtype("cuda", autocast)
+                try:
+                    found, wanted = (NORMS[name](m, x, w, b).dtype for m in (axisnorm, F))
+                except RuntimeError:  # torch refuses the pair of types
+                    assert not on and dtype != torch.float32
+                    continue
+                finally:
+                    torch.set_autocast_enabled("cuda", enabled)
+                    torch.set_autocast_dtype("cuda", before)
+                assert found == wanted, (dtype, on)
 
 
 def test_autocast_under_compile() -> None:
