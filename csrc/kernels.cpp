@@ -203,10 +203,10 @@ template <class T, bool Center> INLINE Vector<T> standardize(Vector<T> x, const 
 // products of what a group has in common are made once.
 template <class T> struct Derivative {
   Vector<T> hi, rstd, mean, by_slope, at_hi;
-  INLINE void set(const Row<T> &row, Scalar<T> minus_mean, Scalar<T> minus_slope) {
+  INLINE void set(const Row<T> &row, Vector<T> minus_mean, Vector<T> minus_slope) {
     hi = row.hi;
     rstd = row.rstd;
-    mean = broadcast(minus_mean);
+    mean = minus_mean;
     by_slope = rstd * minus_slope;
     at_hi = row.shift * minus_slope;
   }
@@ -603,7 +603,7 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
     const Scalar<T> m1 =
         Center ? (Scalar<T>)((double)first[k] + total1[k].value() / (double)n) : Scalar<T>(0);
     const Scalar<T> m2 = (Scalar<T>)(total2[k].value() / job.divisor);
-    of_row[k].set(row[k], -m1, -m2);
+    of_row[k].set(row[k], broadcast(-m1), broadcast(-m2));
     redo[k] = !finite(m1) || !finite(of_row[k].by_slope[0]);
     dx[k] = (T *)job.dx + (r + k) * job.dx_stride;
   }

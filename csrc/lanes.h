@@ -840,18 +840,15 @@ template <class T> struct OfLanes {
                                       __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value, Own = PerElement && !Mixed;
-        // The products are made once, as in Derivative: a group of one element may be a row, too.
-        V hi[B], rstd[B], mean[B], by_slope[B], at_hi[B], w[B];
+        Derivative<T> derivative[B];
+        V w[B];
         const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
           return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
         };
         for (int j = 0; j < B; j++) {
-          const V slope = load(u.slope + lane + j * W);
-          hi[j] = load(u.hi + lane + j * W);
-          rstd[j] = load(u.rstd + lane + j * W);
-          mean[j] = load(u.mean + lane + j * W);
-          by_slope[j] = rstd[j] * slope;
-          at_hi[j] = load(u.shift + lane + j * W) * slope;
+          const int64_t at = lane + j * W;
+          derivative[j].set({load(u.hi + at), load(u.shift + at), load(u.rstd + at)},
+                            load(u.mean + at), load(u.slope + at));
           if (Own) w[j] = read(weight + p.at[AFFINE], j);
         }
         const T *v = x(p) + lane, *g = grad(p) + lane;
@@ -866,8 +863,8 @@ template <class T> struct OfLanes {
             else if (!Own) w[j] = broadcast(*ws);
             if (ahead) fetch(v + j * W + ahead), fetch(g + j * W + ahead);
             const V gw = (last ? load(g + j * W, tail) : load(g + j * W)) * w[j];
-            const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - hi[j];
-            const V r = fma(d, by_slope[j], gw + mean[j] + at_hi[j]) * rstd[j];
+            const V r = derivative[j].template of<true>(
+                last ? load(v + j * W, tail) : load(v + j * W), gw);
             if (last) store(dx + j * W, r, tail);
             else write(dx + j * W, r, past);
           }

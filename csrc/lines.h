@@ -22,7 +22,7 @@ template <class C> struct LineUnit {
 // Short groups one after the other would wait for each root and division. So many of them are settled
 // as lanes of vectors, to the same bits.
 constexpr int BATCH = 8;
-constexpr int64_t GUESSED = 1024;  // bytes
+constexpr int64_t GUESSED = 1024;  // bytes of a line: up to these the means of all are guessed first
 template <class C> struct LineBatch {
   alignas(VB) C k[BATCH] = {}, hi[BATCH], lo[BATCH], shift[BATCH], rstd[BATCH];
   alignas(VB) C first[BATCH] = {}, mean[BATCH], slope[BATCH];
@@ -87,11 +87,14 @@ template <class T> struct OfLines {
       at[k] = p;
     }
   }
+  // Whether a unit is one part of lines without a mask.
+  bool whole() const {
+    return nest.measured.parts == 1 && nest.applied.parts == 1 && !task.mask;
+  }
   // As many units as stay in a cache until they are applied: the second one for short lines, of which
   // each costs more than its elements, and for those that lie in pages of their own, else the first.
   int together() const {
-    const bool whole = nest.measured.parts == 1 && nest.applied.parts == 1 && !task.mask;
-    if (!whole || (job.singly && !across())) return 1;
+    if (!whole() || (job.singly && !across())) return 1;
     const int64_t size = sizeof(T), line = nest.applied.n * size;
     const int64_t fit = line <= (across() ? 1024 : 256) ? 1 << 18 : 24 << 10;
     const int64_t units = fit / (nest.group_size * size * (job.dx ? 2 : 1));
@@ -674,8 +677,7 @@ template <class T> struct OfLines {
 
   // As forward_together.
   bool backward_together(const Place *at, int count, int64_t ahead) const {
-    if (nest.applied.count * count < D || per_element || nest.applied.n > FLAT<T> || task.mask ||
-        nest.applied.parts > 1)
+    if (nest.applied.count * count < D || per_element || nest.applied.n > FLAT<T> || !whole())
       return false;
     Batch u;
     for (int k = 0; k < count; k++) {

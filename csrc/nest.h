@@ -384,7 +384,6 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
                             const Constants<Scalar<T>> &c, const Scalar<T> *mean,
                             const Scalar<T> *slope, const Scalar<T> *weight, bool given,
                             int64_t ahead, bool streamed) {
-  typedef Vector<T> V;
   const Standardize<T, PerLane> standardized(c);
   const Parameter<PerElement, Scalar<T>> w(weight);
   const int64_t head = head_of(dx, n);
@@ -400,14 +399,16 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
   }
   const Parameter<PerLane, Scalar<T>> m(mean), s(slope);
   Derivative<T> derivative;
-  derivative.set({standardized.hi.all, standardized.shift.all, standardized.rstd.all}, *mean, *slope);
+  const auto take = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    const Row<T> row = {standardized.hi(i, tail), standardized.shift(i, tail),
+                        standardized.rstd(i, tail)};
+    derivative.set(row, m(i, tail), s(i, tail));
+  };
+  if (!PerLane) take(0, 0);
   each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     if (ahead) fetch(x + i + ahead), fetch(grad + i + ahead);
-    const V v = tail ? load(x + i, tail) : load(x + i), gw = weighted(i, tail);
-    if (!PerLane) return derivative.template of<true>(v, gw);
-    const V rstd = standardized.rstd(i, tail), slope = s(i, tail);
-    return fma(v - standardized.hi(i, tail), rstd * slope,
-               gw + m(i, tail) + standardized.shift(i, tail) * slope) * rstd;
+    if (PerLane) take(i, tail);
+    return derivative.template of<true>(tail ? load(x + i, tail) : load(x + i), weighted(i, tail));
   });
 }
 

@@ -144,7 +144,7 @@ class Planner {
     dims[count++] = Dimension{};
     dims[0].loop.size = 1;
     // One group of one element, as it would be among others.
-    for (int a : {X, Y, GRAD, DX, STATS}) dims[0].loop.step[a] = 1;
+    for (Array a : {X, Y, GRAD, DX, STATS}) dims[0].loop.step[a] = 1;
   }
 
   const char *refusal() const {
