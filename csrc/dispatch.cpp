@@ -16,6 +16,9 @@
 #include <type_traits>
 
 extern "C" {
+#ifdef HAVE_ISA_v4_bf16
+extern const Table table_v4_bf16;
+#endif
 #ifdef HAVE_ISA_v4
 extern const Table table_v4;
 #endif
@@ -38,6 +41,10 @@ struct Isa {
 };
 
 const Isa isas[] = {
+#ifdef HAVE_ISA_v4_bf16
+    {&table_v4_bf16,
+     [] { return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16"); }},
+#endif
 #ifdef HAVE_ISA_v4
     {&table_v4, [] { return __builtin_cpu_supports("x86-64-v4") != 0; }},
 #endif

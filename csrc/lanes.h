@@ -50,7 +50,8 @@ template <class C> LaneUnit<C> &lane_unit(const Nest &nest, void *slot) {
   return u;
 }
 
-constexpr int LANE_BLOCK = 16;  // steps that are summed in the compute type, then in double
+// Steps that are summed in the compute type, then in double: of halves as many bytes.
+template <class T> constexpr int64_t lane_block = can_round<T> ? 32 : 16;
 constexpr int SAMPLES = 8;      // steps that give the shift of the sums
 constexpr int AT_ONCE = VB == 64 ? 8 : 4;  // vectors of lanes: as many sums as fit into registers
 
@@ -80,6 +81,42 @@ INLINE void each_block(int64_t lanes, const Body &body) {
   if (lanes - lane >= W) block(Number<1>{});
   if (lanes > lane) body(Number<1>{}, Number<1>{}, lane, lanes - lane);
 }
+
+// A block of B vectors of lanes; the last one is partial where a tail is given, and stands alone then.
+// Others are taken two at a time, in the order of load_two.
+template <class T, int B, bool Partial> struct Block {
+  typedef Vector<T> V;
+  static constexpr int W = lanes<T>, ONCE = B > 1 ? 2 : 1;
+  const int64_t tail;
+
+  // ONCE vectors of a tensor
+  INLINE void take(const T *p, V *v) const {
+    if constexpr (ONCE == 2) load_two(p, v);
+    else *v = Partial ? load(p, tail) : load(p);
+  }
+  INLINE void put(T *p, const V *v, bool streamed) const {
+    if constexpr (ONCE == 2) write_two(p, v, streamed);
+    else if (Partial) store(p, *v, tail);
+    else write(p, *v, streamed);
+  }
+  // what belongs to each of the lanes
+  INLINE void constants(const Scalar<T> *p, V v[B]) const {
+    for (int j = 0; j < B; j++) v[j] = Partial ? load(p, tail) : load(p + j * W);
+    for (int j = 0; j + 1 < B; j += 2) deal(T{}, v + j);
+  }
+  // The sums, with their rounding errors or without.
+  INLINE void add(double *sums, double *rests, V v[B]) const {
+    for (int j = 0; j + 1 < B; j += 2) collect(T{}, v + j);
+    for (int j = 0; j < B; j++) add_to(sums + j * W, rests + j * W, v[j]);
+  }
+  INLINE void add(double *sums, V v[B]) const {
+    for (int j = 0; j + 1 < B; j += 2) collect(T{}, v + j);
+    for (int j = 0; j < B; j++) add_to(sums + j * W, v[j]);
+  }
+  INLINE void fetch(const T *p) const {
+    for (int j = 0; j < ONCE; j += can_round<T> ? 2 : 1) ::fetch(p + j * W);
+  }
+};
 
 template <class T> struct OfLanes {
   typedef Scalar<T> C;
@@ -134,7 +171,7 @@ template <class T> struct OfLanes {
               [&](const Place &p, int64_t) __attribute__((always_inline)) { f(p); });
   }
 
-  // f(place, loop, steps) for up to LANE_BLOCK steps of a part at a time, which follow each other along
+  // f(place, loop, steps) for up to lane_block steps of a part at a time, which follow each other along
   // the loop: so few that what is read of each is still near when the next lanes of it are.
   template <class F> INLINE void each_chunk(const Place &at, int64_t part, const F &f) const {
     const Lines &lines = nest.applied;
@@ -143,7 +180,7 @@ template <class T> struct OfLanes {
              [&](Place &p, int64_t i, int64_t stop, const Loop &along)
                  __attribute__((always_inline)) {
                for (;;) {
-                 const int64_t steps = smaller(LANE_BLOCK, stop - i);
+                 const int64_t steps = smaller(lane_block<T>, stop - i);
                  f(p, along, steps);
                  i += steps;
                  advance(p, along, i == stop ? steps - 1 : steps);
@@ -317,22 +354,24 @@ template <class T> struct OfLanes {
                                             int64_t tail) __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value;
+        const Block<T, B, Partial> block = {tail};
         V k[B], sums[B] = {}, squares[B] = {};
-        for (int j = 0; j < B; j++) k[j] = load(u.k + lane + j * W);
+        block.constants(u.k + lane, k);
         const T *v = x(p) + lane;
         for (int64_t step = 0; step < steps; step++, v += along.step[X]) {
 #pragma GCC unroll 16
-          for (int j = 0; j < B; j++) {
-            const bool last = Partial && j == B - 1;
-            const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - k[j];
-            sums[j] += d;
-            squares[j] = fma(d, d, squares[j]);
+          for (int j = 0; j < B; j += block.ONCE) {
+            V d[block.ONCE];
+            block.take(v + j * W, d);
+            for (int i = 0; i < block.ONCE; i++) {
+              d[i] -= k[j + i];
+              sums[j + i] += d[i];
+              squares[j + i] = fma(d[i], d[i], squares[j + i]);
+            }
           }
         }
-        for (int j = 0; j < B; j++) {
-          add_to(s + lane + j * W, s_rest + lane + j * W, sums[j]);
-          add_to(q + lane + j * W, q_rest + lane + j * W, squares[j]);
-        }
+        block.add(s + lane, s_rest + lane, sums);
+        block.add(q + lane, q_rest + lane, squares);
       });
     });
   }
@@ -482,17 +521,14 @@ template <class T> struct OfLanes {
                                                    int64_t tail) __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value;
+        const Block<T, B, Partial> block = {tail};
         V hi[B], shift[B], rstd[B], w[B], b[B];
-        const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
-          return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
-        };
-        for (int j = 0; j < B; j++) {
-          hi[j] = load(u.hi + lane + j * W);
-          shift[j] = load(u.shift + lane + j * W);
-          rstd[j] = load(u.rstd + lane + j * W);
-          if (!Own) continue;
-          w[j] = read(weight + p.at[AFFINE], j);
-          b[j] = read(bias + p.at[AFFINE], j);
+        block.constants(u.hi + lane, hi);
+        block.constants(u.shift + lane, shift);
+        block.constants(u.rstd + lane, rstd);
+        if (Own) {
+          block.constants(weight + p.at[AFFINE] + lane, w);
+          block.constants(bias + p.at[AFFINE] + lane, b);
         }
         const T *v = x(p) + lane;
         T *y = (T *)job.y + p.at[Y] + lane;
@@ -503,24 +539,28 @@ template <class T> struct OfLanes {
             const bool past = !Usual && streamed && can_stream(y);
             const V all_w = Own || Mixed ? V{} : broadcast(*ws);
             const V all_b = Own || Mixed ? V{} : broadcast(*bs);
+            if (Mixed) {
+              block.constants(ws + lane, w);
+              block.constants(bs + lane, b);
+            }
 #pragma GCC unroll 16
-            for (int j = 0; j < B; j++) {
-              const bool last = Partial && j == B - 1;
-              const V wj = Own ? w[j] : Mixed ? read(ws, j) : all_w;
-              const V bj = Own ? b[j] : Mixed ? read(bs, j) : all_b;
-              if (!Usual && ahead) fetch(v + j * W + ahead);
-              const V d = (last ? load(v + j * W, tail) : load(v + j * W)) - hi[j];
-              V r;
-              if (!Usual && given) {
-                // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
-                r = fma(d, rstd[j] * wj, fma(shift[j], wj, bj));
-              } else {
-                r = fma(d, rstd[j], shift[j]);
-                if (can_round<T> && !Usual && rounds) r = round_as<T>(r);
-                r = fma(r, wj, bj);
+            for (int j = 0; j < B; j += block.ONCE) {
+              if (!Usual && ahead) block.fetch(v + j * W + ahead);
+              V r[block.ONCE];
+              block.take(v + j * W, r);
+              for (int i = 0; i < block.ONCE; i++) {
+                const V wj = Own || Mixed ? w[j + i] : all_w, bj = Own || Mixed ? b[j + i] : all_b;
+                r[i] -= hi[j + i];
+                if (!Usual && given) {
+                  // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
+                  r[i] = fma(r[i], rstd[j + i] * wj, fma(shift[j + i], wj, bj));
+                } else {
+                  r[i] = fma(r[i], rstd[j + i], shift[j + i]);
+                  if (can_round<T> && !Usual && rounds) r[i] = round_as<T>(r[i]);
+                  r[i] = fma(r[i], wj, bj);
+                }
               }
-              if (last) store(y + j * W, r, tail);
-              else write(y + j * W, r, past);
+              block.put(y + j * W, r, past);
             }
             v += x_step, y += y_step, ws += affine_step, bs += affine_step;
           }
@@ -579,6 +619,9 @@ template <class T> struct OfLanes {
     memset(u.redo, 0, (size_t)u.pitch);
   }
 
+  // Of grad * weight and of that times xhat; of grad * xhat where that is rounded or masked; of grad.
+  int backward_sums() const { return task.mask ? 4 : rounded ? 3 : 2; }
+
   double *unit_sums(int64_t unit) const {  // PerElement: of grad * xhat, then of grad
     return (double *)task.sums + unit * 2 * lane_pitch(nest);
   }
@@ -588,7 +631,7 @@ template <class T> struct OfLanes {
 
   void sum_backward(const Place &at, Unit &u, int64_t part, int64_t unit) const {
     double *s1 = u.part(part, 0), *s2 = u.part(part, 1), *s3 = u.part(part, 2);
-    memset(s1, 0, (size_t)u.pitch * 4 * sizeof *s1);
+    memset(s1, 0, (size_t)(u.pitch * backward_sums()) * sizeof *s1);
     const bool shared = !nest.per_element || nest.mixed;
     double *const for_weight = shared && task.sums ? chunk_sums(unit) : nullptr;
     double *const for_bias = for_weight + (for_weight ? task.pitch : 0);
@@ -621,19 +664,15 @@ template <class T> struct OfLanes {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value;
         constexpr bool Third = can_round<T> && PerElement;
+        const Block<T, B, Partial> block = {tail};
         V a1[B] = {}, a2[B] = {}, a3[B] = {};
         V first[B], hi[B], shift[B], rstd[B], factor[B];
         // Beyond the last lane there are zeros: the sums of a step run over whole vectors.
-        const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
-          return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
-        };
-        for (int j = 0; j < B; j++) {
-          first[j] = read(u.first, j);
-          hi[j] = read(u.hi, j);
-          shift[j] = read(u.shift, j);
-          rstd[j] = read(u.rstd, j);
-          if (AtOnce) factor[j] = read(weight + p.at[AFFINE], j);
-        }
+        block.constants(u.first + lane, first);
+        block.constants(u.hi + lane, hi);
+        block.constants(u.shift + lane, shift);
+        block.constants(u.rstd + lane, rstd);
+        if (AtOnce) block.constants(weight + p.at[AFFINE] + lane, factor);
         const T *v = x(p) + lane, *g = grad(p) + lane;
         T *dx = AtOnce ? (T *)job.dx + p.at[DX] + lane : nullptr;
         int64_t affine = p.at[AFFINE];
@@ -642,24 +681,25 @@ template <class T> struct OfLanes {
           V by_weight = {}, by_bias = {};
           const bool past = AtOnce && streamed && can_stream(dx);
 #pragma GCC unroll 8
-          for (int j = 0; j < B; j++) {
-            const bool last = Partial && j == B - 1;
-            const V gj = last ? load(g + j * W, tail) : load(g + j * W);
-            V vj = fma((last ? load(v + j * W, tail) : load(v + j * W)) - hi[j], rstd[j], shift[j]);
-            const V gw = PerElement ? gj : gj * w;
-            a1[j] += gw - first[j];
-            a2[j] = fma(vj, gw, a2[j]);
-            if (can_round<T> && rounds) vj = round_as<T>(vj);
-            if (Third && rounds) a3[j] = fma(vj, gj, a3[j]);
-            if (AtOnce) {
-              const V derivative = gj * factor[j] * rstd[j];
-              if (last) store(dx + j * W, derivative, tail);
-              else write(dx + j * W, derivative, past);
+          for (int j = 0; j < B; j += block.ONCE) {
+            V gs[block.ONCE], vs[block.ONCE];
+            block.take(g + j * W, gs);
+            block.take(v + j * W, vs);
+            for (int i = 0; i < block.ONCE; i++) {
+              const int k = j + i;
+              const V gi = gs[i], gw = PerElement ? gi : gi * w;
+              V vi = fma(vs[i] - hi[k], rstd[k], shift[k]);
+              a1[k] += gw - first[k];
+              a2[k] = fma(vi, gw, a2[k]);
+              if (can_round<T> && rounds) vi = round_as<T>(vi);
+              if (Third && rounds) a3[k] = fma(vi, gi, a3[k]);
+              if (AtOnce) gs[i] = gi * factor[k] * rstd[k];
+              if (!PerElement) {
+                by_weight = k ? fma(vi, gi, by_weight) : vi * gi;
+                by_bias = k ? by_bias + gi : gi;
+              }
             }
-            if (!PerElement) {
-              by_weight = j ? fma(vj, gj, by_weight) : vj * gj;
-              by_bias = j ? by_bias + gj : gj;
-            }
+            if (AtOnce) block.put(dx + j * W, gs, past);
           }
           if (!PerElement && for_weight) {
             add_to(for_weight + affine * 16, by_weight);
@@ -668,11 +708,9 @@ template <class T> struct OfLanes {
           v += x_step, g += grad_step, affine += affine_step;
           if (AtOnce) dx += dx_step;
         }
-        for (int j = 0; j < B; j++) {
-          add_to(s1 + lane + j * W, a1[j]);
-          add_to(s2 + lane + j * W, a2[j]);
-          if (Third && rounds) add_to(s3 + lane + j * W, a3[j]);
-        }
+        block.add(s1 + lane, a1);
+        block.add(s2 + lane, a2);
+        if (Third && rounds) block.add(s3 + lane, a3);
       });
     });
   }
@@ -740,7 +778,7 @@ template <class T> struct OfLanes {
   }
 
   NOINLINE int finish_backward(const Place &at, Unit &u, int64_t unit) const {
-    merge_parts(u, 4);
+    merge_parts(u, backward_sums());
     double *s1 = u.part(0, 0), *s2 = u.part(0, 1), *s3 = u.part(0, 2);
     const C *w = weight + at.at[AFFINE];
     const double steps = (double)nest.applied.count;
@@ -840,33 +878,33 @@ template <class T> struct OfLanes {
                                       __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value, Own = PerElement && !Mixed;
+        const Block<T, B, Partial> block = {tail};
         Derivative<T> derivative[B];
-        V w[B];
-        const auto read = [&](const C *p, int j) __attribute__((always_inline)) {
-          return Partial && j == B - 1 ? load(p + lane + j * W, tail) : load(p + lane + j * W);
-        };
-        for (int j = 0; j < B; j++) {
-          const int64_t at = lane + j * W;
-          derivative[j].set({load(u.hi + at), load(u.shift + at), load(u.rstd + at)},
-                            load(u.mean + at), load(u.slope + at));
-          if (Own) w[j] = read(weight + p.at[AFFINE], j);
-        }
+        V w[B], hi[B], shift[B], rstd[B], mean[B], slope[B];
+        block.constants(u.hi + lane, hi);
+        block.constants(u.shift + lane, shift);
+        block.constants(u.rstd + lane, rstd);
+        block.constants(u.mean + lane, mean);
+        block.constants(u.slope + lane, slope);
+        if (Own) block.constants(weight + p.at[AFFINE] + lane, w);
+        for (int j = 0; j < B; j++) derivative[j].set({hi[j], shift[j], rstd[j]}, mean[j], slope[j]);
         const T *v = x(p) + lane, *g = grad(p) + lane;
         T *dx = (T *)job.dx + p.at[DX] + lane;
         const C *ws = weight + p.at[AFFINE];
         for (int64_t step = 0; step < steps; step++) {
           const bool past = streamed && can_stream(dx);
+          if (Mixed) block.constants(ws + lane, w);
+          const V all_w = Own || Mixed ? V{} : broadcast(*ws);
 #pragma GCC unroll 8
-          for (int j = 0; j < B; j++) {
-            const bool last = Partial && j == B - 1;
-            if (Mixed) w[j] = read(ws, j);
-            else if (!Own) w[j] = broadcast(*ws);
-            if (ahead) fetch(v + j * W + ahead), fetch(g + j * W + ahead);
-            const V gw = (last ? load(g + j * W, tail) : load(g + j * W)) * w[j];
-            const V r = derivative[j].template of<true>(
-                last ? load(v + j * W, tail) : load(v + j * W), gw);
-            if (last) store(dx + j * W, r, tail);
-            else write(dx + j * W, r, past);
+          for (int j = 0; j < B; j += block.ONCE) {
+            if (ahead) block.fetch(v + j * W + ahead), block.fetch(g + j * W + ahead);
+            V gs[block.ONCE], vs[block.ONCE];
+            block.take(g + j * W, gs);
+            block.take(v + j * W, vs);
+            for (int i = 0; i < block.ONCE; i++)
+              gs[i] = derivative[j + i].template of<true>(
+                  vs[i], gs[i] * (Own || Mixed ? w[j + i] : all_w));
+            block.put(dx + j * W, gs, past);
           }
           v += x_step, g += grad_step, dx += dx_step, ws += affine_step;
         }

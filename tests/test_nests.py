@@ -183,6 +183,39 @@ def test_offset_and_long_groups(
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_halves_are_rounded_as_by_torch(dtype: torch.dtype) -> None:
+    """Each float is the bias of a constant group once: ties, denormals, infinities, every NaN."""
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=generator, dtype=torch.int64)
+    bits[0::8] &= ~0x7F800000  # denormal
+    bits[1::8] |= 0x7FFFFFFF  # NaN, all bits
+    bits[2::8] = bits[2::8] & ~0xFFFF | 0x8000  # halfway between two bfloat16
+    bits[3::8] = bits[3::8] & 0x1FFF | 0x38801000 + (bits[3::8] & 0x3E000)  # and two float16
+    bits[4::8] = 0x7F7FFFFF - bits[4::8] % 65536  # carried into infinity
+    bias = bits.to(torch.int32).view(torch.float32)
+    expected = bias.to(dtype)
+    weight = torch.ones(4096)
+    for text, shape, layout in (
+        ("n [c]; affine=c", (3, 4096), torch.contiguous_format),
+        ("n c [...]; affine=c", (2, 4096, 5, 5), torch.contiguous_format),
+        ("n c [...]; affine=c", (2, 4096, 5, 5), torch.channels_last),
+        ("[n] c; affine=c", (40, 4096), torch.contiguous_format),
+        ("n (g=64 [c]) [...]; affine=g c", (2, 4096, 3, 3), torch.channels_last),
+    ):
+        for skipped in (0, 1, 15, 40):  # of the channels: they begin anywhere in a block
+            if skipped and "g=" in text:
+                continue
+            kept = slice(skipped, 4096 - skipped)
+            size = (shape[0], 4096 - 2 * skipped, *shape[2:])
+            x = torch.full(size, 2.0, dtype=dtype).contiguous(memory_format=layout)
+            y = axisnorm.normalize(x, Scheme(text), weight[kept], bias[kept])
+            want = expected[kept].reshape((-1,) + (1,) * (len(size) - 2)).expand(size)
+            assert torch.equal(y.isnan(), want.isnan())
+            assert torch.equal(y.nan_to_num(nan=1.0), want.nan_to_num(nan=1.0))
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_extremes_in_one_group(dtype: torch.dtype, layout: torch.memory_format) -> None:
