@@ -253,12 +253,16 @@ template <class T, bool PerLane> struct Standardize {
   }
 };
 
+// What is read next time comes into the second cache meanwhile.
+INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+
 // Where the vectors of a line are written.
 template <class T> struct Output {
   T *const y;
   const bool streamed;
   INLINE Output(T *y, bool streamed) : y(y), streamed(streamed && can_stream(y)) {}
   INLINE void put(int64_t i, Vector<T> v) const { write(y + i, v, streamed); }
+  INLINE void put_two(int64_t i, const Vector<T> v[2]) const { write_two(y + i, v, streamed); }
   INLINE void put_last(int64_t i, Vector<T> v) const { store(y + i, v); }
   INLINE void put_part(int64_t i, Vector<T> v, int64_t n) const { store(y + i, v, n); }
 };
@@ -266,9 +270,10 @@ template <class T> struct Output {
 // out[i] = value(first element, 0) for whole vectors; value(0, elements) where there are less, and for
 // the `head` that may stand before. The last one overlaps with the one before it, which takes a tenth
 // less of a line of 49 elements than a part of a vector. It is made first: the output may stand in place
-// of the input.
-template <int W, class T, class Value>
-INLINE void each_vector(int64_t head, int64_t n, const Output<T> &out, const Value &value) {
+// of the input. two(first element) writes two.
+template <int W, class T, class Value, class Two>
+INLINE void each_vector(int64_t head, int64_t n, const Output<T> &out, const Value &value,
+                        const Two &two) {
   const int64_t whole = 0;
   if (n < W) {
     if (n > 0) out.put_part(0, value(whole, n), n);
@@ -277,12 +282,40 @@ INLINE void each_vector(int64_t head, int64_t n, const Output<T> &out, const Val
   const auto last = value(n - W, whole);
   if (head) out.put_part(0, value(whole, head), head);
   int64_t i = head;
-  for (; i + 3 * W <= n; i += 2 * W) {
-    out.put(i, value(i, whole));
-    out.put(i + W, value(i + W, whole));
-  }
+  for (; i + 3 * W <= n; i += 2 * W) two(i);
   for (; i + W < n; i += W) out.put(i, value(i, whole));
   out.put_last(n - W, last);
+}
+template <int W, class T, class Value>
+INLINE void each_vector(int64_t head, int64_t n, const Output<T> &out, const Value &value) {
+  each_vector<W>(head, n, out, value, [&](int64_t i) __attribute__((always_inline)) {
+    out.put(i, value(i, 0));
+    out.put(i + W, value(i + W, 0));
+  });
+}
+// out[i] = value(x[i], i, elements). Uniform: where the element stands does not matter, and two are taken
+// in the order of load_two.
+template <bool Uniform, class T, class Out, class Value>
+INLINE void each_element(const T *x, int64_t ahead, int64_t head, int64_t n, const Output<Out> &out,
+                         const Value &value) {
+  typedef Vector<T> V;
+  constexpr int W = lanes<T>;
+  const auto one = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    if (ahead) fetch(x + i + ahead);
+    return value(tail ? load(x + i, tail) : load(x + i), i, tail);
+  };
+  if constexpr (Uniform && same<T, Out>) {
+    each_vector<W>(head, n, out, one, [&](int64_t i) __attribute__((always_inline)) {
+      if (ahead) fetch(x + i + ahead), fetch(x + i + W + ahead);
+      V v[2];
+      load_two(x + i, v);
+      v[0] = value(v[0], i, 0);
+      v[1] = value(v[1], i, 0);
+      out.put_two(i, v);
+    });
+  } else {
+    each_vector<W>(head, n, out, one);
+  }
 }
 
 // So many elements until whole vectors are written within lines of the caches, where these are as long:
@@ -297,9 +330,6 @@ template <class T> INLINE int64_t head_of(const T *out, int64_t n) {
 // Rounding to a type that is computed in itself changes nothing.
 template <class T> constexpr bool can_round = !same<T, Scalar<T>>;
 
-// What is read next time comes into the second cache meanwhile.
-INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }
-
 // ahead: from an element to the same one of the group that comes next, or 0. Out: T, or what T is
 // computed in.
 template <class T, bool PerLane, bool PerElement, class Out>
@@ -311,28 +341,25 @@ INLINE void apply_line(const T *x, Out *y, int64_t n, const Constants<Scalar<T>>
   const Parameter<PerElement, Scalar<T>> w(weight), b(bias);
   const int64_t head = head_of(y, n);
   const Output<Out> out(y, streamed);
-  const auto element = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-    if (ahead) fetch(x + i + ahead);
-    return tail ? load(x + i, tail) : load(x + i);
+  const auto each = [&](const auto &value) __attribute__((always_inline)) {
+    each_element<!PerLane && !PerElement>(x, ahead, head, n, out, value);
   };
   if (given && !rounded) {
     // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
-    each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-      const V d = element(i, tail) - standardized.hi(i, tail);
-      return fma(d, standardized.rstd(i, tail) * w(i, tail),
+    each([&](V v, int64_t i, int64_t tail) __attribute__((always_inline)) {
+      return fma(v - standardized.hi(i, tail), standardized.rstd(i, tail) * w(i, tail),
                  fma(standardized.shift(i, tail), w(i, tail), b(i, tail)));
     });
     return;
   }
   if (can_round<T> && rounded) {
-    each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-      const V v = round_as<T>(standardized(element(i, tail), i, tail));
-      return fma(v, w(i, tail), b(i, tail));
+    each([&](V v, int64_t i, int64_t tail) __attribute__((always_inline)) {
+      return fma(round_as<T>(standardized(v, i, tail)), w(i, tail), b(i, tail));
     });
     return;
   }
-  each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-    return fma(standardized(element(i, tail), i, tail), w(i, tail), b(i, tail));
+  each([&](V v, int64_t i, int64_t tail) __attribute__((always_inline)) {
+    return fma(standardized(v, i, tail), w(i, tail), b(i, tail));
   });
 }
 
@@ -384,16 +411,17 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
                             const Constants<Scalar<T>> &c, const Scalar<T> *mean,
                             const Scalar<T> *slope, const Scalar<T> *weight, bool given,
                             int64_t ahead, bool streamed) {
+  typedef Vector<T> V;
+  constexpr int W = lanes<T>;
   const Standardize<T, PerLane> standardized(c);
   const Parameter<PerElement, Scalar<T>> w(weight);
   const int64_t head = head_of(dx, n);
-  const auto weighted = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-    return (tail ? load(grad + i, tail) : load(grad + i)) * w(i, tail);
-  };
+  constexpr bool Uniform = !PerLane && !PerElement;
   const Output<T> out(dx, streamed);
   if (given) {
-    each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
-      return weighted(i, tail) * standardized.rstd(i, tail);
+    each_element<Uniform>(grad, 0, head, n, out, [&](V g, int64_t i, int64_t tail)
+                                                     __attribute__((always_inline)) {
+      return g * w(i, tail) * standardized.rstd(i, tail);
     });
     return;
   }
@@ -405,11 +433,25 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
     derivative.set(row, m(i, tail), s(i, tail));
   };
   if (!PerLane) take(0, 0);
-  each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+  const auto one = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     if (ahead) fetch(x + i + ahead), fetch(grad + i + ahead);
     if (PerLane) take(i, tail);
-    return derivative.template of<true>(tail ? load(x + i, tail) : load(x + i), weighted(i, tail));
-  });
+    const V v = tail ? load(x + i, tail) : load(x + i);
+    const V g = tail ? load(grad + i, tail) : load(grad + i);
+    return derivative.template of<true>(v, g * w(i, tail));
+  };
+  if constexpr (Uniform) {
+    each_vector<W>(head, n, out, one, [&](int64_t i) __attribute__((always_inline)) {
+      for (int64_t j = i; ahead && j < i + 2 * W; j += W) fetch(x + j + ahead), fetch(grad + j + ahead);
+      V v[2], g[2];
+      load_two(x + i, v);
+      load_two(grad + i, g);
+      for (int j = 0; j < 2; j++) v[j] = derivative.template of<true>(v[j], g[j] * w(i, 0));
+      out.put_two(i, v);
+    });
+  } else {
+    each_vector<W>(head, n, out, one);
+  }
 }
 
 // ---- the slow path for one group: elements [first, first + width) of each line
