@@ -16,18 +16,7 @@
 #include <type_traits>
 
 extern "C" {
-#ifdef HAVE_ISA_v4_bf16
-extern const Table table_v4_bf16;
-#endif
-#ifdef HAVE_ISA_v4
-extern const Table table_v4;
-#endif
-#ifdef HAVE_ISA_v3
-extern const Table table_v3;
-#endif
-#ifdef HAVE_ISA_generic
-extern const Table table_generic;
-#endif
+extern const Table table_v4_bf16, table_v4, table_v3, table_generic;
 }
 
 namespace axisnorm {
