@@ -83,10 +83,10 @@ INLINE void each_block(int64_t lanes, const Body &body) {
 }
 
 // A block of B vectors of lanes; the last one is partial where a tail is given, and stands alone then.
-// Others are taken two at a time, in the order of load_two.
+// Pairs are taken two vectors at a time.
 template <class T, int B, bool Partial> struct Block {
   typedef Vector<T> V;
-  static constexpr int W = lanes<T>, ONCE = B > 1 ? 2 : 1;
+  static constexpr int W = lanes<T>, ONCE = in_pairs<T> && B > 1 ? 2 : 1;
   const int64_t tail;
 
   // ONCE vectors of a tensor
@@ -102,19 +102,21 @@ template <class T, int B, bool Partial> struct Block {
   // what belongs to each of the lanes
   INLINE void constants(const Scalar<T> *p, V v[B]) const {
     for (int j = 0; j < B; j++) v[j] = Partial ? load(p, tail) : load(p + j * W);
-    for (int j = 0; j + 1 < B; j += 2) deal(T{}, v + j);
+    if constexpr (ONCE == 2)
+      for (int j = 0; j < B; j += 2) deal(v + j);
   }
-  // The sums, with their rounding errors or without.
+  // the sums of each of them, with their rounding errors or without
   INLINE void add(double *sums, double *rests, V v[B]) const {
-    for (int j = 0; j + 1 < B; j += 2) collect(T{}, v + j);
+    in_order(v);
     for (int j = 0; j < B; j++) add_to(sums + j * W, rests + j * W, v[j]);
   }
   INLINE void add(double *sums, V v[B]) const {
-    for (int j = 0; j + 1 < B; j += 2) collect(T{}, v + j);
+    in_order(v);
     for (int j = 0; j < B; j++) add_to(sums + j * W, v[j]);
   }
-  INLINE void fetch(const T *p) const {
-    for (int j = 0; j < ONCE; j += can_round<T> ? 2 : 1) ::fetch(p + j * W);
+  static INLINE void in_order(V v[B]) {
+    if constexpr (ONCE == 2)
+      for (int j = 0; j < B; j += 2) collect(v + j);
   }
 };
 
@@ -545,7 +547,7 @@ template <class T> struct OfLanes {
             }
 #pragma GCC unroll 16
             for (int j = 0; j < B; j += block.ONCE) {
-              if (!Usual && ahead) block.fetch(v + j * W + ahead);
+              if (!Usual && ahead) fetch(v + j * W + ahead);
               V r[block.ONCE];
               block.take(v + j * W, r);
               for (int i = 0; i < block.ONCE; i++) {
@@ -897,7 +899,7 @@ template <class T> struct OfLanes {
           const V all_w = Own || Mixed ? V{} : broadcast(*ws);
 #pragma GCC unroll 8
           for (int j = 0; j < B; j += block.ONCE) {
-            if (ahead) block.fetch(v + j * W + ahead), block.fetch(g + j * W + ahead);
+            if (ahead) fetch(v + j * W + ahead), fetch(g + j * W + ahead);
             V gs[block.ONCE], vs[block.ONCE];
             block.take(g + j * W, gs);
             block.take(v + j * W, vs);

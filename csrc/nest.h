@@ -293,8 +293,7 @@ INLINE void each_vector(int64_t head, int64_t n, const Output<T> &out, const Val
     out.put(i + W, value(i + W, 0));
   });
 }
-// out[i] = value(x[i], i, elements). Uniform: where the element stands does not matter, and two are taken
-// in the order of load_two.
+// out[i] = value(x[i], i, elements). Uniform: where the element stands does not matter.
 template <bool Uniform, class T, class Out, class Value>
 INLINE void each_element(const T *x, int64_t ahead, int64_t head, int64_t n, const Output<Out> &out,
                          const Value &value) {
@@ -304,9 +303,9 @@ INLINE void each_element(const T *x, int64_t ahead, int64_t head, int64_t n, con
     if (ahead) fetch(x + i + ahead);
     return value(tail ? load(x + i, tail) : load(x + i), i, tail);
   };
-  if constexpr (Uniform && same<T, Out>) {
+  if constexpr (Uniform && in_pairs<T> && same<T, Out>) {
     each_vector<W>(head, n, out, one, [&](int64_t i) __attribute__((always_inline)) {
-      if (ahead) fetch(x + i + ahead), fetch(x + i + W + ahead);
+      if (ahead) fetch(x + i + ahead);
       V v[2];
       load_two(x + i, v);
       v[0] = value(v[0], i, 0);
@@ -440,9 +439,9 @@ INLINE void derivative_line(const T *grad, const T *x, T *dx, int64_t n,
     const V g = tail ? load(grad + i, tail) : load(grad + i);
     return derivative.template of<true>(v, g * w(i, tail));
   };
-  if constexpr (Uniform) {
+  if constexpr (Uniform && in_pairs<T>) {
     each_vector<W>(head, n, out, one, [&](int64_t i) __attribute__((always_inline)) {
-      for (int64_t j = i; ahead && j < i + 2 * W; j += W) fetch(x + j + ahead), fetch(grad + j + ahead);
+      if (ahead) fetch(x + i + ahead), fetch(grad + i + ahead);
       V v[2], g[2];
       load_two(x + i, v);
       load_two(grad + i, g);

@@ -228,23 +228,19 @@ template <class T> INLINE void write(T *p, typename Compute<T>::vector v, bool s
   else store(p, v);
 }
 
-// ---- two vectors at once, in an order that suits their type: that of memory, but for bf16, which lie in
-// the halves of floats already, those at even places before those at odd ones. `deal` brings two vectors
-// from the order of memory into it, `collect` brings them back.
+// ---- two vectors at once
 
 template <class T> INLINE void load_two(const T *p, typename Compute<T>::vector v[2]) {
   v[0] = load(p);
   v[1] = load(p + lanes<T>);
 }
-template <class T>
-INLINE void write_two(T *p, const typename Compute<T>::vector v[2], bool streamed) {
-  write(p, v[0], streamed);
-  write(p + lanes<T>, v[1], streamed);
-}
-template <class T> INLINE void deal(T, typename Compute<T>::vector *) {}
-template <class T> INLINE void collect(T, typename Compute<T>::vector *) {}
 
+// Two bf16 side by side lie in the halves of a float already. Vectors of such pairs have those at even
+// places first, those at odd ones second; `deal` brings two vectors from the order of memory into that,
+// `collect` brings them back.
+template <class T> constexpr bool in_pairs = false;
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+template <> constexpr bool in_pairs<bf16> = true;
 INLINE void load_two(const bf16 *p, vf v[2]) {
   vu u;
   memcpy(&u, p, sizeof u);
@@ -276,12 +272,12 @@ template <class From> INLINE vf choose(const vf v[2], const From &from) {
   return __builtin_shuffle(v[0], v[1], order);
 #endif
 }
-INLINE void deal(bf16, vf v[2]) {
+INLINE void deal(vf v[2]) {
   const vf even = choose(v, [](int j) { return 2 * j; });
   v[1] = choose(v, [](int j) { return 2 * j + 1; });
   v[0] = even;
 }
-INLINE void collect(bf16, vf v[2]) {
+INLINE void collect(vf v[2]) {
   constexpr int W = lanes<float>;
   const vf first = choose(v, [](int j) { return j / 2 + j % 2 * W; });
   v[1] = choose(v, [](int j) { return W / 2 + j / 2 + j % 2 * W; });
