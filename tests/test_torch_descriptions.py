@@ -197,7 +197,7 @@ def test_operator_error_inputs(name: str, count: int, torchs: Descriptions) -> N
         own = error_of(getattr(axisnorm, name), sample.input, *sample.args, **sample.kwargs)
         assert isinstance(own, axisnorm.ArgumentError) and isinstance(own, type(wanted))
         shape = str(tuple(sample.input.shape))
-        assert any(said in str(own) for said in (shape, "at least one", "The input has 1"))
+        assert any(said in str(own) for said in (shape, "at least one"))
 
 
 def made(package: Any, name: str, described: Any, **kwargs: Any) -> torch.nn.Module:

@@ -425,7 +425,7 @@ def _moved(inputs: Inputs, scheme: Scheme, found: Statistics) -> tuple[Tensor, T
 
 
 def _sizes(x: Tensor, scheme: Scheme) -> Sizes:
-    return scheme.layout(x.dim()).sizes(x.shape)
+    return scheme.sizes(x.shape)
 
 
 @dataclass(frozen=True)
@@ -885,7 +885,7 @@ def _check(inputs: Inputs, scheme: Scheme) -> Sizes:
             f"The input is a real floating-point tensor: {', '.join(_route.DTYPES)}. "
             f"{x.dtype} came. Convert it, for example x.float()."
         )
-    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    sizes = scheme.sizes(x.shape)
     for name, t in zip(Inputs._fields[1:], inputs[1:], strict=True):
         if t is None:
             continue
