@@ -151,6 +151,18 @@ class Images(nn.GroupNorm):
         return F.group_norm(x, 1, self.weight + 1, self.bias, 1e-3)
 
 
+class RootAndBias(nn.Module):
+    """RMSNorm with a bias, as that of diffusers may have."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight + self.bias
+
+
 FOUND = [
     (lambda: OldLayerNorm(12), (2, 5, 12), "layer_norm", "... [d]; affine=d; eps=1e-12"),
     (lambda: Written(8), (2, 8, 5, 6), "layer_norm_2d", "n [c] ...; affine=c; eps=0.0003"),
@@ -159,6 +171,8 @@ FOUND = [
      "... [d]; affine=d; center=false; eps=1e-06; weight_offset=1"),
     (lambda: Root(12, 0.5), (5, 12), "rms_norm",
      "... [d]; affine=d; center=false; eps=1e-06; weight_offset=0.5"),
+    (lambda: RootAndBias(12), (2, 5, 12), "normalize",
+     "... [d]; affine=d; center=false; eps=1e-06"),
     (lambda: Heads(3, 8), (2, 4, 3, 8), "normalize",
      "n c h [w]; affine=h w; center=false; eps=1e-06"),
     (lambda: Grouped(12, 3), (2, 5, 12), "normalize",

@@ -109,7 +109,7 @@ def door_name(formula: Formula) -> str:
     last = axes.startswith("... [") and scheme.affine in ("", axes[5:-1])
     if scheme.correction or scheme.statistics != "batch":
         return "normalize"
-    if last and not scheme.center:
+    if last and not scheme.center and formula.bias is None:
         return "rms_norm"
     if not scheme.center or scheme.rounding != "once":
         return "normalize"
