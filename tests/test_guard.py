@@ -7,6 +7,7 @@ result must be wrong, or the row guards nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -380,6 +381,66 @@ def test_not_plain_memory(name: str, spoil: Callable[[T], Any]) -> None:
         spoiled[place] = spoil(tensors[arguments[place]])
         assert function(*spoiled) is None
     assert all(map(torch.equal, tensors, before))
+
+
+class Described(ctypes.Structure):
+    """The head of dlpack.h's DLTensor."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int))
+
+
+class ExchangeApi(ctypes.Structure):
+    """The table of dlpack.h 1.3."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("before", "allocate", "export", "take")),
+        ("describe", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+@contextlib.contextmanager
+def on_another_device(*tensors: T) -> Iterator[None]:
+    """The native module with a table that says of these tensors that they are on a GPU."""
+    capsules = ctypes.pythonapi
+    capsules.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    capsules.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    capsules.PyCapsule_New.restype = ctypes.py_object
+    capsules.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    name, api = b"dlpack_exchange_api", torch.Tensor.__dlpack_c_exchange_api__
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Described))
+    table = ExchangeApi.from_address(capsules.PyCapsule_GetPointer(api, name))
+    torchs = kind(table.describe)
+
+    def describe(tensor: T, described: Any) -> int:
+        status: int = torchs(tensor, described)
+        if any(tensor is one for one in tensors):
+            described.contents.device_type = 2  # kDLCUDA
+        return status
+
+    own, function = ExchangeApi.from_buffer_copy(table), kind(describe)
+    own.describe = ctypes.cast(function, ctypes.c_void_p)
+    capsule = capsules.PyCapsule_New(ctypes.addressof(own), name, None)
+    assert native.connect(capsule, _torch._CONNECTED)
+    try:
+        yield
+    finally:
+        assert native.connect(api, _torch._CONNECTED)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_another_device(name: str) -> None:
+    """Its addresses mean nothing here. There need not be one to show that none is read."""
+    function, arguments, places = SHORT[name]
+    tensors = [*given(), torch.zeros(4), torch.ones(4), torch.zeros(SHAPE)]
+    plain = [tensors[a] if type(a) is int and i in places else a for i, a in enumerate(arguments)]
+    with on_another_device():
+        assert function(*plain) is not None
+    for place in places:
+        with on_another_device(plain[place]):
+            assert function(*plain) is None
+    assert function(*plain) is not None
 
 
 def test_gradients_go_the_long_way() -> None:
