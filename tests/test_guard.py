@@ -611,3 +611,35 @@ def test_gradients_without_plain_memory(door: Door, kind: str) -> None:
     found = torch.autograd.grad(door(*tensors), tensors, special)
     wanted = torch.autograd.grad(door(*tensors), tensors, plain)
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("name", [n for n in (*LONG, *DOORS) if not n.startswith("add")])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_gradients_that_are_traced(name: str) -> None:
+    """A trace records the gradient, too: it is that of the input that comes later.
+
+    Of what keeps its output for backward, as sums do, torch traces no gradient.
+    """
+    door = {**LONG, **DOORS}[name]
+    _, w, b = given()
+    factor = values(SHAPE, seed=6)
+
+    def gradient(x: T) -> T:
+        return torch.autograd.grad((door(x, w, b) * factor).sum(), x)[0]
+
+    x, other = (values(SHAPE, seed=seed).requires_grad_() for seed in (7, 8))
+    traced = torch.jit.trace(gradient, (x,), check_trace=False)
+    torch.testing.assert_close(traced(other), gradient(other), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("door", [*LONG.values(), *DOORS.values()], ids=[*LONG, *DOORS])
+def test_gradients_that_vmap_batches(door: Door) -> None:
+    x, w, b = given(torch.float64)
+    y = door(x.requires_grad_(), w, b)
+    factors = values((2, *SHAPE), torch.float64, 6)
+
+    def gradient(factor: T) -> T:
+        return torch.autograd.grad(y, x, factor, retain_graph=True)[0]
+
+    wanted = torch.stack([gradient(factor) for factor in factors])
+    torch.testing.assert_close(torch.vmap(gradient)(factors), wanted)
