@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import values
+from torch.utils.checkpoint import checkpoint
 
 import axisnorm
 from axisnorm import ArgumentError, DtypeError, nn
@@ -286,6 +287,39 @@ def test_num_groups() -> None:
     for groups in (0, -1):
         with pytest.raises(ArgumentError, match="divisible"):
             nn.GroupNorm(groups, 8)
+
+
+def test_checkpointed_batch() -> None:
+    x = values((4, 3)).requires_grad_()
+    for after, reentrant, counts in (
+        (torch.nn.Identity(), False, (2, 1)),
+        (torch.nn.Tanh(), False, (2, 2)),
+        (torch.nn.Identity(), True, (2, 2)),
+    ):
+        for package, count in zip((torch.nn, nn), counts, strict=True):
+            norm = package.BatchNorm1d(3)
+            model = torch.nn.Sequential(norm, after)
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+            assert norm.num_batches_tracked == count
+            mean = torch.zeros(3)
+            for _ in range(count):
+                mean = 0.9 * mean + 0.1 * x.detach().mean(0)
+            torch.testing.assert_close(norm.running_mean, mean)
+
+
+def test_inference_input() -> None:
+    with torch.inference_mode():
+        x = values((3, 4)) * 2
+    w = torch.ones(4, requires_grad=True)
+    F.rms_norm(x, (4,), w).sum().backward()
+    for call in (
+        lambda: axisnorm.rms_norm(x, (4,), w),
+        lambda: F.layer_norm(x, (4,), w),
+        lambda: F.linear(x, w),
+    ):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            call()
+    axisnorm.rms_norm(x.clone(), (4,), w).sum().backward()
 
 
 def test_channels_last() -> None:

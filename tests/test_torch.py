@@ -433,6 +433,8 @@ def test_outputs_are_in_the_order_of_torchs(name: str, dense: bool) -> None:
         x = memory[..., 0].permute(*(order.index(axis) for axis in range(4)))
         assert x.shape == sizes
         theirs = norm(F, x)
+        if name == "rms_norm":  # of older versions of torch it has any order
+            theirs = theirs.contiguous()
         if order == (0, 2, 3, 1):  # channels_last
             theirs = torch.empty_like(theirs, memory_format=torch.channels_last).copy_(theirs)
         for given in (x, x.detach().requires_grad_()):
