@@ -88,7 +88,9 @@ def normalize(
             exports or transforms it is torch's own function, after the rounding.
 
     Returns:
-        An array of x's type, shape and memory format.
+        An array of x's type and shape, in the order in memory of x. The functions that torch has
+        give contiguous memory for tensors that are transposed otherwise than by channels_last, as
+        torch's do.
 
     Raises:
         ArgumentError: a shape, an axis, a value or the activation does not fit.
