@@ -238,6 +238,8 @@ PyObject *short_channel_norm(PyObject *, PyObject *const *args, Py_ssize_t count
       !read_activation(args[10], c.job.activation))
     return unsure();
   if (!given && c.kind == BATCH && c.x.size == c.channels) return unsure();  // an error
+  // It is copied first: see in_memory_format of the torch engine.
+  if (out == Py_None && c.kind != LAYER_2D && !in_memory_format(c.x.t, strides)) return unsure();
   const void *mean = nullptr, *var = nullptr;
   int32_t mean_dtype = 0, var_dtype = 0;
   if (running && (!read_channels<Tensors>(running_mean, c.channels, mean, mean_dtype) ||

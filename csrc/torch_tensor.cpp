@@ -186,6 +186,23 @@ void Strides::set(const dltensor &t) {
   }
 }
 
+bool in_memory_format(const dltensor &t, const Strides &strides) {
+  const bool has_channels_last = t.ndim == 4 || t.ndim == 5;
+  for (int last = 0; last <= has_channels_last; last++) {
+    // The channels, axis 1, come at their place or after all others.
+    int64_t outer = INT64_MAX;
+    bool descends = true;
+    for (int i = 0; i < t.ndim; i++) {
+      const int axis = !last || !i ? i : i < t.ndim - 1 ? i + 1 : 1;
+      if (t.shape[axis] == 1 || !strides.of[axis]) continue;
+      descends = descends && strides.of[axis] <= outer;
+      outer = strides.of[axis];
+    }
+    if (descends) return true;
+  }
+  return false;
+}
+
 bool read(PyObject *object, Reading &r, Strides *strides) {
   if (!api || !is_exact(object)) return false;
   if (api->describe(object, &r.t)) {

@@ -109,6 +109,9 @@ struct Strides {
   void set(const dltensor &t);
 };
 
+// Whether memory is in the order of the axes or in torch's channels_last.
+bool in_memory_format(const dltensor &t, const Strides &strides);
+
 // A plain tensor of this process's memory, not empty, and contiguous unless its strides are asked for;
 // false otherwise, without an error.
 bool read(PyObject *object, Reading &r, Strides *strides = nullptr);

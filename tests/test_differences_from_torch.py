@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import values
+from torch.utils.checkpoint import checkpoint
 
 import axisnorm
 from axisnorm import ArgumentError, DtypeError, nn
@@ -185,12 +186,13 @@ def test_unread_parameters() -> None:
     x, c = values((2, 3, 4)), torch.ones(3)
     calls = (
         lambda p: p.batch_norm(x[:0], c, c, torch.ones(7)),
+        lambda p: p.batch_norm(x[:0], None, None),
         lambda p: p.batch_norm(x, None, None, None, torch.ones(1, 3), True),
         lambda p: p.instance_norm(x[:, :1], None, None, None, torch.tensor(1.0)),
     )
     for call in calls:
         call(F)
-        with pytest.raises(ArgumentError, match=r"so its shape is|has shape"):
+        with pytest.raises(ArgumentError, match=r"so its shape is|has shape|come together"):
             call(axisnorm)
     w = torch.ones(4) * (1 + 1j)
     with warnings.catch_warnings():
@@ -287,10 +289,48 @@ def test_num_groups() -> None:
             nn.GroupNorm(groups, 8)
 
 
+def test_checkpointed_batch() -> None:
+    x = values((4, 3)).requires_grad_()
+    for after, reentrant, counts in (
+        (torch.nn.Identity(), False, (2, 1)),
+        (torch.nn.Tanh(), False, (2, 2)),
+        (torch.nn.Identity(), True, (2, 2)),
+    ):
+        for package, count in zip((torch.nn, nn), counts, strict=True):
+            norm = package.BatchNorm1d(3)
+            model = torch.nn.Sequential(norm, after)
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+            assert norm.num_batches_tracked == count
+            mean = torch.zeros(3)
+            for _ in range(count):
+                mean = 0.9 * mean + 0.1 * x.detach().mean(0)
+            torch.testing.assert_close(norm.running_mean, mean)
+
+
+def test_inference_input() -> None:
+    with torch.inference_mode():
+        x = values((3, 4)) * 2
+    w = torch.ones(4, requires_grad=True)
+    F.rms_norm(x, (4,), w).sum().backward()
+    for call in (
+        lambda: axisnorm.rms_norm(x, (4,), w),
+        lambda: F.layer_norm(x, (4,), w),
+        lambda: F.linear(x, w),
+    ):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            call()
+    axisnorm.rms_norm(x.clone(), (4,), w).sum().backward()
+
+
 def test_channels_last() -> None:
     x = values((2, 8, 4, 4)).contiguous(memory_format=torch.channels_last)
-    assert not F.instance_norm(x).is_contiguous(memory_format=torch.channels_last)
-    assert axisnorm.instance_norm(x).is_contiguous(memory_format=torch.channels_last)
+    calls = (
+        lambda p: p.instance_norm(x),
+        lambda p: p.layer_norm(x, (4, 4)),
+    )
+    for call in calls:
+        assert call(F).is_contiguous()
+        assert call(axisnorm).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_lazy_features() -> None:

@@ -7,6 +7,7 @@ result must be wrong, or the row guards nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -382,6 +383,66 @@ def test_not_plain_memory(name: str, spoil: Callable[[T], Any]) -> None:
     assert all(map(torch.equal, tensors, before))
 
 
+class Described(ctypes.Structure):
+    """The head of dlpack.h's DLTensor."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int))
+
+
+class ExchangeApi(ctypes.Structure):
+    """The table of dlpack.h 1.3."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("before", "allocate", "export", "take")),
+        ("describe", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+@contextlib.contextmanager
+def on_another_device(*tensors: T) -> Iterator[None]:
+    """The native module with a table that says of these tensors that they are on a GPU."""
+    capsules = ctypes.pythonapi
+    capsules.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    capsules.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    capsules.PyCapsule_New.restype = ctypes.py_object
+    capsules.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    name, api = b"dlpack_exchange_api", torch.Tensor.__dlpack_c_exchange_api__
+    kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Described))
+    table = ExchangeApi.from_address(capsules.PyCapsule_GetPointer(api, name))
+    torchs = kind(table.describe)
+
+    def describe(tensor: T, described: Any) -> int:
+        status: int = torchs(tensor, described)
+        if any(tensor is one for one in tensors):
+            described.contents.device_type = 2  # kDLCUDA
+        return status
+
+    own, function = ExchangeApi.from_buffer_copy(table), kind(describe)
+    own.describe = ctypes.cast(function, ctypes.c_void_p)
+    capsule = capsules.PyCapsule_New(ctypes.addressof(own), name, None)
+    assert native.connect(capsule, _torch._CONNECTED)
+    try:
+        yield
+    finally:
+        assert native.connect(api, _torch._CONNECTED)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_another_device(name: str) -> None:
+    """Its addresses mean nothing here. There need not be one to show that none is read."""
+    function, arguments, places = SHORT[name]
+    tensors = [*given(), torch.zeros(4), torch.ones(4), torch.zeros(SHAPE)]
+    plain = [tensors[a] if type(a) is int and i in places else a for i, a in enumerate(arguments)]
+    with on_another_device():
+        assert function(*plain) is not None
+    for place in places:
+        with on_another_device(plain[place]):
+            assert function(*plain) is None
+    assert function(*plain) is not None
+
+
 def test_gradients_go_the_long_way() -> None:
     text = "[n] c [l]; affine=c; statistics=running"
     tensors = [*given(), torch.zeros(4), torch.ones(4)]
@@ -550,3 +611,35 @@ def test_gradients_without_plain_memory(door: Door, kind: str) -> None:
     found = torch.autograd.grad(door(*tensors), tensors, special)
     wanted = torch.autograd.grad(door(*tensors), tensors, plain)
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("name", [n for n in (*LONG, *DOORS) if not n.startswith("add")])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_gradients_that_are_traced(name: str) -> None:
+    """A trace records the gradient, too: it is that of the input that comes later.
+
+    Of what keeps its output for backward, as sums do, torch traces no gradient.
+    """
+    door = {**LONG, **DOORS}[name]
+    _, w, b = given()
+    factor = values(SHAPE, seed=6)
+
+    def gradient(x: T) -> T:
+        return torch.autograd.grad((door(x, w, b) * factor).sum(), x)[0]
+
+    x, other = (values(SHAPE, seed=seed).requires_grad_() for seed in (7, 8))
+    traced = torch.jit.trace(gradient, (x,), check_trace=False)
+    torch.testing.assert_close(traced(other), gradient(other), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("door", [*LONG.values(), *DOORS.values()], ids=[*LONG, *DOORS])
+def test_gradients_that_vmap_batches(door: Door) -> None:
+    x, w, b = given(torch.float64)
+    y = door(x.requires_grad_(), w, b)
+    factors = values((2, *SHAPE), torch.float64, 6)
+
+    def gradient(factor: T) -> T:
+        return torch.autograd.grad(y, x, factor, retain_graph=True)[0]
+
+    wanted = torch.stack([gradient(factor) for factor in factors])
+    torch.testing.assert_close(torch.vmap(gradient)(factors), wanted)

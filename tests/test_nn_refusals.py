@@ -100,7 +100,8 @@ def test_shapes(make: Any, good: Any, channels: Any, own: str, rank: Any) -> Non
     assert str(shape) in str(error) and own in str(error)
     assert isinstance(error, torchs_error(norm, x))
     error = refusal(model, values(rank))
-    assert "layers.1.norm" in str(error) and isinstance(error, torchs_error(norm, values(rank)))
+    assert "layers.1.norm" in str(error) and str(rank) in str(error)
+    assert isinstance(error, torchs_error(norm, values(rank)))
     model(values(good))
 
 

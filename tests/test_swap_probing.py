@@ -151,6 +151,18 @@ class Images(nn.GroupNorm):
         return F.group_norm(x, 1, self.weight + 1, self.bias, 1e-3)
 
 
+class RootAndBias(nn.Module):
+    """RMSNorm with a bias, as that of diffusers may have."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight + self.bias
+
+
 FOUND = [
     (lambda: OldLayerNorm(12), (2, 5, 12), "layer_norm", "... [d]; affine=d; eps=1e-12"),
     (lambda: Written(8), (2, 8, 5, 6), "layer_norm_2d", "n [c] ...; affine=c; eps=0.0003"),
@@ -159,6 +171,8 @@ FOUND = [
      "... [d]; affine=d; center=false; eps=1e-06; weight_offset=1"),
     (lambda: Root(12, 0.5), (5, 12), "rms_norm",
      "... [d]; affine=d; center=false; eps=1e-06; weight_offset=0.5"),
+    (lambda: RootAndBias(12), (2, 5, 12), "normalize",
+     "... [d]; affine=d; center=false; eps=1e-06"),
     (lambda: Heads(3, 8), (2, 4, 3, 8), "normalize",
      "n c h [w]; affine=h w; center=false; eps=1e-06"),
     (lambda: Grouped(12, 3), (2, 5, 12), "normalize",
@@ -639,3 +653,47 @@ def test_only_norms_are_listed_as_left():
     hooked.register_forward_hook(lambda *_: None)
     found = swap(nn.Sequential(Gelu(), hooked, nn.LayerNorm(12)), randn(2, 12))
     assert len(found.replaced) == 1 and not found.left
+
+
+class OfElements(nn.Module):
+    """Operations on elements leave a transposed input transposed."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class ByTorch(OfElements):
+    """torch's own norm gives contiguous memory."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.scale.shape, self.scale, 1e-6)
+
+
+class Attention(nn.Module):
+    """A norm of heads, and a view that its order in memory allows."""
+
+    def __init__(self, norm, before):
+        super().__init__()
+        self.norm, self.before = norm, before
+
+    def forward(self, x):
+        heads = self.norm(x.transpose(1, 2))
+        return (heads.transpose(1, 2) if self.before else heads).view(x.shape[0] * 3, -1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [(OfElements, True), (ByTorch, False), (nn.RMSNorm, False), (nn.LayerNorm, False)],
+)
+def test_what_follows_may_view_the_output_as_before(kind, before, compiled):
+    model, x = Attention(kind(4), before), randn(2, 3, 5, 4)
+    wanted = model(x)
+    assert len(swap(model, x).replaced) == 1
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    torch.testing.assert_close(run(x), wanted, rtol=1e-4, atol=1e-5)

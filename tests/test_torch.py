@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -410,6 +411,39 @@ def test_outputs_and_gradients_are_laid_out_as_what_they_belong_to() -> None:
         for t, model in zip((y, *torch.autograd.grad(y.sum(), (x, w))), (x, x, w), strict=True):
             like = torch.empty_like(model)
             assert (t.shape, t.stride(), t.dtype) == (like.shape, like.stride(), like.dtype)
+
+
+ORDERED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "layer_norm": lambda p, x: p.layer_norm(x, x.shape[-1:]),
+    "rms_norm": lambda p, x: p.rms_norm(x, x.shape[-2:]),
+    "group_norm": lambda p, x: p.group_norm(x, 2),
+    "instance_norm": lambda p, x: p.instance_norm(x),
+    "batch_norm": lambda p, x: p.batch_norm(x, None, None, training=True),
+    "batch_norm in evaluation": lambda p, x: p.batch_norm(x, x[0].mean((1, 2)), x.new_ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+@pytest.mark.parametrize("dense", [True, False])
+def test_outputs_are_in_the_order_of_torchs(name: str, dense: bool) -> None:
+    """Of input in any order: programs view what they get, and multiply its rows."""
+    norm, sizes = ORDERED[name], (2, 4, 3, 5)
+    for order in itertools.permutations(range(4)):
+        memory = values((*(sizes[axis] for axis in order), 1 if dense else 2))
+        x = memory[..., 0].permute(*(order.index(axis) for axis in range(4)))
+        assert x.shape == sizes
+        theirs = norm(F, x)
+        if name == "rms_norm":  # of older versions of torch it has any order
+            theirs = theirs.contiguous()
+        if order == (0, 2, 3, 1):  # channels_last
+            theirs = torch.empty_like(theirs, memory_format=torch.channels_last).copy_(theirs)
+        for given in (x, x.detach().requires_grad_()):
+            y = norm(axisnorm, given)
+            assert y.stride() == theirs.stride()
+            torch.testing.assert_close(y.detach(), theirs, rtol=1e-4, atol=1e-5)
+        assert norm(axisnorm, x.to("meta")).stride() == theirs.stride()
+        (y,) = torch.vmap(lambda t: norm(axisnorm, t))(x[None])
+        torch.testing.assert_close(y, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_collection_of_garbage_during_a_call_may_normalize_too() -> None:

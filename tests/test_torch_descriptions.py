@@ -197,7 +197,7 @@ def test_operator_error_inputs(name: str, count: int, torchs: Descriptions) -> N
         own = error_of(getattr(axisnorm, name), sample.input, *sample.args, **sample.kwargs)
         assert isinstance(own, axisnorm.ArgumentError) and isinstance(own, type(wanted))
         shape = str(tuple(sample.input.shape))
-        assert any(said in str(own) for said in (shape, "at least one", "The input has 1"))
+        assert any(said in str(own) for said in (shape, "at least one"))
 
 
 def made(package: Any, name: str, described: Any, **kwargs: Any) -> torch.nn.Module:
@@ -251,13 +251,14 @@ def test_module_inputs(name: str, training: bool, torchs: Descriptions) -> None:
             wide = copy.deepcopy(theirs).double()
             exact = module_called(wide, x, torch.float64)
             scale = 0.0
+            unbatched = name.startswith("Instance") and x.dim() == ours._get_no_batch_dim()
             if x.numel() and ours.scheme.statistics == "batch":
-                unbatched = name.startswith("Instance") and x.dim() == ours._get_no_batch_dim()
                 batched = x.unsqueeze(0) if unbatched else x
                 scale = gradient_scale(batched, ours.scheme, ours.weight)
             own, wanted = module_called(ours, x), module_called(theirs, x)
             # torch gives contiguous memory where these formats come in, of some norms.
-            if not x.is_contiguous():
+            # (Of an unbatched input axis 1 is not that of the channels.)
+            if not x.is_contiguous() and not unbatched:
                 y = torch.empty_like(x).copy_(wanted.y)
                 wanted = Outcome(y, wanted.grads, wanted.state)
             elif not x.numel():

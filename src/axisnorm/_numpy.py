@@ -464,7 +464,7 @@ def _checked(inputs: Inputs, scheme: Scheme) -> tuple[Inputs, Sizes]:
             f"The input is a real floating-point array: {', '.join(_route.DTYPES)}. "
             f"{x.dtype} came. Convert it, for example x.astype(numpy.float32)."
         )
-    sizes = scheme.layout(x.ndim).sizes(x.shape)
+    sizes = scheme.sizes(x.shape)
     for name, given in zip(Inputs._fields[1:4], inputs[1:4], strict=True):
         if getattr(given, "requires_grad", False):
             raise DtypeError(

@@ -76,7 +76,7 @@ def choose(
     >>> choose(Scheme.batch_norm(), (8, 64, 7, 7)).reason
     'each group is a set of contiguous lines'
     """
-    sizes = scheme.layout(len(shape)).sizes(tuple(shape))
+    sizes = scheme.sizes(tuple(shape))
     with_affine = bool(scheme.affine) if affine is None else affine
     found = route(sizes, dtype, with_affine)
     if found.engine == "native":
@@ -155,7 +155,7 @@ MOST_PREPARED = 4096
 def prepare(scheme: str, shape: tuple[int, ...], affine: bool) -> Prepared | None:
     """What csrc/torch_ops.cpp needs to know of a scheme and a shape; None: no kernel."""
     meaning = as_scheme(scheme)
-    sizes = meaning.layout(len(shape)).sizes(shape)
+    sizes = meaning.sizes(shape)
     found: Prepared | None = None
     if route(sizes, "float32", affine).engine == "native":
         found = (

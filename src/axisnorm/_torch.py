@@ -7,6 +7,7 @@ compilers and tensor subclasses see ``torch.ops.axisnorm``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "exported",
     "handle_torch_function",
     "has_torch_function",
+    "in_memory_format",
     "is_connected",
     "is_foreign",
     "is_tracing",
@@ -71,6 +73,28 @@ def is_foreign(x: Tensor) -> bool:
 def is_tracing() -> bool:
     """Whether torch.jit.trace is recording, so that shapes are traced values."""
     return _tracing() is not None
+
+
+def in_memory_format(x: Tensor) -> Tensor:
+    """x with its memory in the order of its axes or in channels_last; a copy if it is in neither.
+
+    A norm's output has the input's order. That of torch's norms is one of these, and programs rely
+    on it: by view(), and for the speed of the product of matrices that follows.
+    """
+    if is_foreign(x) or x.is_contiguous() or _onnx.is_exporting():
+        return x
+    axes = tuple(range(x.dim()))
+    orders = [axes] if x.dim() not in (4, 5) else [axes, (0, *axes[2:], 1)]
+    return x if any(_descends(x, order) for order in orders) else x.contiguous()
+
+
+def _descends(x: Tensor, order: Sequence[int]) -> bool:
+    """Whether axes in this order are from the outermost in memory to the innermost."""
+    strides = x.stride()
+    # The sizes of a trace are tensors; an axis that is expanded has no place.
+    sizes = [2] * x.dim() if is_tracing() else x.shape
+    steps = [strides[axis] for axis in order if sizes[axis] != 1 and strides[axis] != 0]
+    return all(outer >= inner for outer, inner in itertools.pairwise(steps))
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -401,7 +425,7 @@ def _moved(inputs: Inputs, scheme: Scheme, found: Statistics) -> tuple[Tensor, T
 
 
 def _sizes(x: Tensor, scheme: Scheme) -> Sizes:
-    return scheme.layout(x.dim()).sizes(x.shape)
+    return scheme.sizes(x.shape)
 
 
 @dataclass(frozen=True)
@@ -861,7 +885,7 @@ def _check(inputs: Inputs, scheme: Scheme) -> Sizes:
             f"The input is a real floating-point tensor: {', '.join(_route.DTYPES)}. "
             f"{x.dtype} came. Convert it, for example x.float()."
         )
-    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    sizes = scheme.sizes(x.shape)
     for name, t in zip(Inputs._fields[1:], inputs[1:], strict=True):
         if t is None:
             continue

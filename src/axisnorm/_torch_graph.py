@@ -54,11 +54,12 @@ def _seen() -> Seen:
     ops = _torch_ops.ops
     norm, train, add = (op.default for op in (ops.norm_fwd, ops.norm_train_fwd, ops.add_norm_fwd))
     trailing, channel_axes, activations = _TRAILING, _CHANNELS, ACTIVATIONS
-    group, batch_norm = _route.GROUP, _route.BATCH
+    group, batch_norm, layer_2d = _route.GROUP, _route.BATCH, _route.LAYER_2D
     split, activate = _torch.split, _torch.activate
     has_torch_function = torch.overrides.has_torch_function
     is_exporting = torch.onnx.is_in_onnx_export
     strided = torch.strided
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     tensor = Tensor
     is_instance, has_attribute, length = isinstance, hasattr, len
     real, whole, sequence = float, int, tuple
@@ -173,6 +174,8 @@ def _seen() -> Seen:
             return None
         if not is_usual(x, weight, bias, eps) or x.dim() < 2:
             return None
+        if kind != layer_2d and not is_ordered(x):
+            return None
         if kind == group:
             if not is_instance(groups, whole) or groups < 1:
                 return None
@@ -234,6 +237,11 @@ def _seen() -> Seen:
             and not is_exporting()
         )
 
+    def is_ordered(x: Tensor) -> bool:
+        """Whether the output has the order of this input; what has another one is copied first."""
+        form = formats.get(x.dim())
+        return x.is_contiguous() or (form is not None and x.is_contiguous(memory_format=form))
+
     def is_like(residual: Any, x: Tensor) -> bool:
         """Whether these two are added by the operator: of one shape, type and device."""
         return (
@@ -266,6 +274,7 @@ def _seen() -> Seen:
             not is_instance(shape, sequence)
             or not 1 <= length(shape) <= 8
             or x.dim() < length(shape)
+            or not is_ordered(x)
         ):
             return None
         return trailing[length(shape) - 1] if sequence(x.shape[-length(shape) :]) == shape else None

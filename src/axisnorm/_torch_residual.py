@@ -312,7 +312,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, h and the statistics (3, groups): hi, lo and rstd."""
     x, residual = given.x, given.residual
-    sizes = scheme.layout(x.dim()).sizes(x.shape)
+    sizes = scheme.sizes(x.shape)
     _torch._check_memory(*given[:5])
     inputs = Inputs(x, given.weight, given.bias)
     if _torch._route_of(inputs, sizes).engine == "native":
@@ -370,7 +370,7 @@ def _backward(
     activation: str | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     h = saved.h
-    sizes = scheme.layout(h.dim()).sizes(h.shape)
+    sizes = scheme.sizes(h.shape)
     _torch._check_memory(grad, grad_h, *saved[:5])
     if grad.shape != h.shape or saved.stats.numel() != 3 * sizes.num_groups:
         raise ArgumentError(

@@ -88,7 +88,9 @@ def normalize(
             exports or transforms it is torch's own function, after the rounding.
 
     Returns:
-        An array of x's type, shape and memory format.
+        An array of x's type and shape, in the order in memory of x. The functions that torch has
+        give contiguous memory for tensors that are transposed otherwise than by channels_last, as
+        torch's do.
 
     Raises:
         ArgumentError: a shape, an axis, a value or the activation does not fit.
@@ -191,6 +193,7 @@ def layer_norm(
     if mask is None and out is None and _foreign(engine, x):
         return engine.activate(_own("layer_norm", x, sizes, weight, bias, eps), activation)
     scheme = f"{_trailing(engine, x, sizes)}; eps={eps!r}"
+    inputs = (_laid_out(engine, x, out), weight, bias, mask)
     return engine.normalize(engine.Inputs(*inputs), scheme, out, activation)
 
 
@@ -249,6 +252,7 @@ def rms_norm(
         return engine.activate(_own("rms_norm", x, sizes, weight, eps), activation)
     fields = _rms_fields(eps, weight_offset, rounding)
     scheme = f"{_trailing(engine, x, sizes)}; {fields}"
+    inputs = (_laid_out(engine, x, out), weight, None, mask)
     return engine.normalize(engine.Inputs(*inputs), scheme, out, activation)
 
 
@@ -339,6 +343,7 @@ def group_norm(
     if mask is None and out is None and engine is not None and _foreign(engine, x):
         return engine.activate(_own("group_norm", x, num_groups, weight, bias, eps), activation)
     text = f"n (g={int(num_groups)} [c]) [...]; affine=g c; eps={eps!r}"
+    x = _laid_out(engine, x, out)
     return normalize(x, text, weight, bias, mask=mask, out=out, activation=activation)
 
 
@@ -392,6 +397,7 @@ def instance_norm(
             eps,
         )  # fmt: skip
         return engine.activate(y, activation)
+    x = _laid_out(engine, x, out)
     return normalize(
         x, _channels("n c [...]", use_input_stats, momentum, eps), weight, bias,
         running_mean=running_mean, running_var=running_var, mask=mask, out=out,
@@ -468,6 +474,7 @@ def batch_norm(
                 f"Shape {tuple(x.shape)} has one. Use a larger batch, or evaluate with running "
                 "statistics."
             )
+    x = _laid_out(engine, x, out)
     return normalize(
         x, _channels("[n] c [...]", training, momentum, eps), weight, bias,
         running_mean=running_mean, running_var=running_var, mask=mask, out=out,
@@ -775,6 +782,13 @@ def _handle(function: Any, relevant: tuple[Any, ...], *args: Any, **kwargs: Any)
     # A subclass may know the function of this name from torch, which has fewer arguments.
     given = {k: v for k, v in kwargs.items() if v is not function.__kwdefaults__.get(k, function)}
     return _torch_engine.handle_torch_function(function, relevant, *args, **given)
+
+
+def _laid_out(engine: Any, x: Array, out: Array | None) -> Array:
+    """x in the order in memory that the output of torch's function of this name has."""
+    return (
+        x if engine is None or engine is _numpy or out is not None else engine.in_memory_format(x)
+    )
 
 
 def _foreign(engine: Any, x: Array) -> bool:

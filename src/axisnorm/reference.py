@@ -302,7 +302,7 @@ def dropout(x: Array, scheme: Scheme, seed: Array, dropout_p: float) -> Array:
     [[0.0, 2.0, 0.0, 2.0, 2.0, 0.0, 2.0, 2.0]]
     """
     xp = _namespace(x)
-    sizes = scheme.layout(len(x.shape)).sizes(tuple(x.shape))
+    sizes = scheme.sizes(tuple(x.shape))
     place = {} if xp is np else {"device": x.device}
     row = xp.arange(sizes.num_groups, dtype=xp.int64, **place).reshape(-1, 1)
     column = xp.arange(sizes.group_size, dtype=xp.int64, **place)
@@ -351,7 +351,7 @@ class _Work:
         self.xp = xp = _namespace(x)
         self.scheme = scheme
         self.dtype = x.dtype
-        self.sizes = sizes = scheme.layout(len(x.shape)).sizes(tuple(x.shape))
+        self.sizes = sizes = scheme.sizes(tuple(x.shape))
         self.reduced = sizes.layout.reduced
         self.expanded = sizes.expanded
         self.valid: Array | None = None

@@ -290,7 +290,7 @@ class Scheme:
     Scheme('n (g=4 [c]) [...]; affine=g c')
     >>> Scheme("b s  [ d ]", affine="d", eps=1e-12) == Scheme("b s [d]; affine=d; eps=1e-12")
     True
-    >>> Scheme("n c [h w]").layout(4).sizes((2, 3, 5, 7)).statistics_shape
+    >>> Scheme("n c [h w]").sizes((2, 3, 5, 7)).statistics_shape
     (2, 3)
     """
 
@@ -511,6 +511,22 @@ class Scheme:
         (0, 2, 3)
         """
         return _layout(self, ndim)
+
+    def sizes(self, shape: Sequence[int]) -> Sizes:
+        """What the notation means for tensors of one shape.
+
+        Raises:
+            ArgumentError: the shape does not fit the notation.
+
+        >>> Scheme("n c [h w]").sizes((2, 3, 5, 7)).group_size
+        35
+        """
+        try:
+            layout = self.layout(len(shape))
+        except ArgumentError:
+            # A layout, which is cached by the number of axes, knows no shape.
+            raise _wrong_rank(self, len(shape), f", shape {tuple(shape)}") from None
+        return layout.sizes(shape)
 
     # ----------------------------------------------------------------------------------------
     # Constructors: the named norms are choices of axes and constants.
@@ -752,17 +768,22 @@ class Layout:
         return _compute_sizes(self, shape)
 
 
+def _wrong_rank(scheme: Scheme, ndim: int, shape: str = "") -> ArgumentError:
+    named = sum(not axis[0].ellipsis for axis in scheme.parsed)
+    return ArgumentError(
+        f"'{scheme.axes}' names {'at least ' if named < len(scheme.parsed) else ''}{named} "
+        f"{'axis' if named == 1 else 'axes'}. The input has {ndim}{shape}. "
+        "Name every axis of the input, or use '...' for the rest."
+    )
+
+
 @lru_cache(maxsize=4096)
 def _layout(scheme: Scheme, ndim: int) -> Layout:
     named = [axis for axis in scheme.parsed if not axis[0].ellipsis]
     extra = ndim - len(named)
     open_ended = len(named) < len(scheme.parsed)
     if extra < 0 or (extra and not open_ended):
-        raise ArgumentError(
-            f"'{scheme.axes}' names {'at least ' if open_ended else ''}{len(named)} "
-            f"{'axis' if len(named) == 1 else 'axes'}. The input has {ndim}. "
-            "Name every axis of the input, or use '...' for the rest."
-        )
+        raise _wrong_rank(scheme, ndim)
     axes: list[Axis] = []
     for axis in scheme.parsed:
         if axis[0].ellipsis:

@@ -222,7 +222,7 @@ def _is_refused(said: str, meaning: Meaning, dtype: str) -> bool:
 
 def _arguments(norm: _Named, meaning: Meaning, dtype: str, given: Inputs) -> dict[str, Any]:
     """What the norm's function is given after x, in its order, by torch's names."""
-    sizes = norm.scheme.layout(len(meaning.sizes.shape)).sizes(meaning.sizes.shape)
+    sizes = norm.scheme.sizes(meaning.sizes.shape)
     affine = {
         name: _shaped(array, sizes.affine_shape)
         for name, array in (("weight", given.weight), ("bias", given.bias))

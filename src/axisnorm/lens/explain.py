@@ -229,7 +229,7 @@ def explain(subject: Any, shape_or_tensor: Any) -> Explanation:
 def explained(subject: Subject, shape: tuple[int, ...], tensor: Any = None) -> Explanation:
     """:func:`explain` for what was read already."""
     scheme = subject.scheme
-    sizes = scheme.layout(len(shape)).sizes(shape)
+    sizes = scheme.sizes(shape)
     for name, value in (("weight", subject.weight), ("bias", subject.bias)):
         if value is not None:
             sizes.check_parameter(name, value.shape)
@@ -386,7 +386,7 @@ def _equivalents(scheme: Scheme, sizes: Sizes, keeps_running: bool) -> Iterator[
             continue
         if named.statistics != scheme.statistics:
             continue
-        other = named.layout(len(sizes.shape)).sizes(sizes.shape)
+        other = named.sizes(sizes.shape)
         if partition(other, statistics_dimensions(other)) != own:
             continue
         affine = partition(other, other.layout.affine)

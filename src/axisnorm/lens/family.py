@@ -175,7 +175,7 @@ def _is_alike(named: Scheme, compared: tuple[Scheme, Scheme]) -> bool:
 
 
 def _sizes(scheme: Scheme, shape: tuple[int, ...]) -> Sizes:
-    return scheme.layout(len(shape)).sizes(shape)
+    return scheme.sizes(shape)
 
 
 def _shared(scheme: Scheme, shape: tuple[int, ...]) -> Partition:

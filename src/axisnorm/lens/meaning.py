@@ -28,7 +28,7 @@ class Meaning:
     @classmethod
     def of(cls, subject: Subject, shape: tuple[int, ...]) -> Meaning:
         """Raises ArgumentError if the subject does not take this shape."""
-        return cls(subject, subject.scheme.layout(len(shape)).sizes(shape))
+        return cls(subject, subject.scheme.sizes(shape))
 
     @property
     def scheme(self) -> Scheme:

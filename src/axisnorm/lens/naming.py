@@ -42,7 +42,7 @@ def in_words(scheme: Scheme, shape: Sequence[int]) -> str:
     >>> in_words(Scheme.group_norm(4), (8, 32, 7, 7)), in_words(Scheme.group_norm(1), (8, 32, 7, 7))
     ('one mean a sample and group of channels', 'one mean a sample')
     """
-    sizes = scheme.layout(len(shape)).sizes(tuple(shape))
+    sizes = scheme.sizes(tuple(shape))
     running = "running " if scheme.statistics == "running" else ""
     what = f"one {running}{kind_of_mean(scheme)}"
     layout = sizes.layout

@@ -96,7 +96,7 @@ def _read_text(subject: Scheme | str, shape: tuple[int, ...]) -> Subject:
     scheme = written.scheme
     if len(shape) == written.unbatched:
         scheme = scheme.replace(axes=re.sub(r"^(n|\[n\]) ", "", scheme.axes))
-    scheme.layout(len(shape)).sizes(shape)
+    scheme.sizes(shape)
     if written.ndims and len(shape) not in written.ndims:
         raise _wrong_rank(name, " or ".join(map(str, written.ndims)), shape)
     return Subject(name, scheme, parameters=written.parameters, keeps_running=written.keeps_running)

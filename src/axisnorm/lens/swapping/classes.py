@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import functional
+from ..._torch import in_memory_format
 from .inferring import Formula
 from .probing import Door
 from .settings import Settings, still_hold
@@ -39,6 +40,8 @@ class Proof:
     """The numbers of axes."""
     settings: Settings
     """What its forward reads beside input and parameters."""
+    keeps_order: bool = True
+    """Whether a transposed input gives an output that is transposed in memory."""
 
 
 originals: dict[type, type[torch.nn.Module]] = {}
@@ -106,7 +109,7 @@ def door_name(formula: Formula) -> str:
     last = axes.startswith("... [") and scheme.affine in ("", axes[5:-1])
     if scheme.correction or scheme.statistics != "batch":
         return "normalize"
-    if last and not scheme.center:
+    if last and not scheme.center and formula.bias is None:
         return "rms_norm"
     if not scheme.center or scheme.rounding != "once":
         return "normalize"
@@ -189,6 +192,7 @@ def _written(formula: Formula) -> Callable[[Tensor, Tensor | None, Tensor | None
 def forward_of(kind: type[torch.nn.Module], proof: Proof) -> Callable[..., Any]:
     """This library's function where the proof holds, the forward of ``kind`` elsewhere."""
     formula, ranks, settings = proof.formula, proof.ranks, proof.settings
+    keeps_order = proof.keeps_order
     weight_name, bias_name = formula.weight, formula.bias
     fixed, sizes, flattened = formula.fixed, formula.sizes, formula.flattened
     weight_shape, bias_shape = formula.shapes
@@ -223,7 +227,11 @@ def forward_of(kind: type[torch.nn.Module], proof: Proof) -> Callable[..., Any]:
                 if flattened:
                     weight = None if weight is None else weight.reshape(sizes)
                     bias = None if bias is None else bias.reshape(sizes)
-                return (written if compiling() else compute)(x, weight, bias)
+                if keeps_order and not x.is_contiguous():
+                    return written(x, weight, bias)
+                if compiling():
+                    return written(x if keeps_order else in_memory_format(x), weight, bias)
+                return compute(x, weight, bias)
         return original(self, *args, **kwargs)
 
     return forward

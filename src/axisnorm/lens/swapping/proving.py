@@ -105,7 +105,8 @@ def prove(module: torch.nn.Module, signatures: Collection[Signature]) -> Proof:
             if door in own or _holds(module, formula, small, free, door, thorough=False)
         }  # fmt: skip
         ranks = frozenset(len(signature.shape) for signature in signatures)
-        return Proof(formula, frozenset(own | doors), ranks, settings_of(module, small))
+        settings, keeps_order = settings_of(module, small), _keeps_order(module, small, first.dtype)
+        return Proof(formula, frozenset(own | doors), ranks, settings, keeps_order)
 
 
 def check_drop_in(module: torch.nn.Module, drop_in: Forward, signature: Signature) -> None:
@@ -138,6 +139,18 @@ def check_drop_in(module: torch.nn.Module, drop_in: Forward, signature: Signatur
                 check_agreement(
                     copied, kind.forward, drop_in, scheme, (weight, bias), probe, bits=False
                 )
+
+
+def _keeps_order(module: torch.nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the output of a transposed input is transposed, as that of an operation on elements.
+
+    That of torch's norms is not, and what follows may rely on either.
+    """
+    backwards = tuple(range(len(shape) - 1, -1, -1))
+    x = torch.randn(shape[::-1]).to(dtype).permute(backwards)
+    with torch.no_grad():
+        y: torch.Tensor = fresh_copy(module)(x)
+    return y.stride() == torch.empty_like(x).stride()
 
 
 def _check_kernel(formula: Formula, signature: Signature) -> None:
