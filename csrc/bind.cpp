@@ -21,6 +21,7 @@
 #include "torch_door.h"
 #include "torch_memory.h"
 #include "torch_ops.h"
+#include "transposing.h"
 
 namespace nb = nanobind;
 
@@ -152,6 +153,15 @@ void move(uintptr_t mean, uintptr_t var, int mean_dtype, int var_dtype, int64_t 
                   correction, running_correction, momentum, dtype});
 }
 
+// Whether a contiguous copy was made; see transposing.h.
+bool transpose(const Given &from, uintptr_t to, const std::vector<int64_t> &sizes,
+               int64_t element_size) {
+  if (from.second.size() != sizes.size()) throw nb::value_error("as many strides as sizes");
+  nb::gil_scoped_release release;
+  return axisnorm::transpose((const void *)from.first, (void *)to, element_size, (int)sizes.size(),
+                             sizes.data(), from.second.data());
+}
+
 // What add_forward and add_backward have in common.
 Job sum_job(uintptr_t weight, uintptr_t stats, double dropout_p, int64_t seed, int64_t rows,
             int64_t n, int dtype, int weight_dtype, int bias_dtype, bool center, bool rounded,
@@ -231,6 +241,7 @@ NB_MODULE(_native, m) {
   m.def("backward", &backward);
   m.def("loops", &loops);
   m.def("move", &move);
+  m.def("transpose", &transpose);
   m.def("isa", &axisnorm::isa);
   m.def("set_isa", &axisnorm::set_isa);
   m.def("stream_from", &axisnorm::stream_from);

@@ -1,7 +1,8 @@
-// The C++ interface of the kernels: which instruction set, how many threads.
+// The C++ interface of the kernels, and which instruction set they use.
 #pragma once
 #include "norm.h"
 #include "plan.h"
+#include "threads.h"
 
 namespace axisnorm {
 
@@ -32,10 +33,5 @@ const char *const *supported_isas();  // best first, ended by null
 int64_t stream_from(int64_t bytes);
 // Tensors of at least so many bytes are read one row after another; returns what it was before.
 int64_t read_singly_from(int64_t bytes);
-
-// The threads that the next large call may use; 1 without OpenMP and in a forked child.
-int max_threads();
-const char *openmp_source();  // where the OpenMP runtime was found
-void set_torch_openmp(const char *path);  // the file of the runtime that torch brings, if not loaded
 
 }  // namespace axisnorm

@@ -40,6 +40,9 @@ def backward(
     dbias: int,
     constants: tuple[Any, ...],
 ) -> str | None: ...
+def transpose(
+    source: tuple[int, tuple[int, ...]], target: int, sizes: tuple[int, ...], element_size: int
+) -> bool: ...
 def loops(axes: bytes, strides: list[int], masked: bool, running: bool) -> str: ...
 def move(
     mean: int,

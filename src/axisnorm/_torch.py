@@ -85,7 +85,18 @@ def in_memory_format(x: Tensor) -> Tensor:
         return x
     axes = tuple(range(x.dim()))
     orders = [axes] if x.dim() not in (4, 5) else [axes, (0, *axes[2:], 1)]
-    return x if any(_descends(x, order) for order in orders) else x.contiguous()
+    return x if any(_descends(x, order) for order in orders) else _contiguous(x)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """x.contiguous(), of a large tensor without a gradient by a faster copy."""
+    seen = _native is None or _is_compiling() or is_tracing() or _is_watched() or _needs_grad(x)
+    if seen or not _is_plain(x) or x.nbytes < _torch_memory.LEAST:
+        return x.contiguous()
+    _check_memory(x)
+    y = _torch_memory.empty_like(x, torch.contiguous_format)
+    source = (x.data_ptr(), x.stride())
+    return y if _native.transpose(source, y.data_ptr(), x.shape, x.element_size()) else y.copy_(x)
 
 
 def _descends(x: Tensor, order: Sequence[int]) -> bool:

@@ -60,19 +60,19 @@ _pool = Pool(of_tensors=True, least=LEAST, is_open=_connect())
 least = _pool.least
 
 
-def empty_like(x: Tensor) -> Tensor:
+def empty_like(x: Tensor, form: torch.memory_format = torch.preserve_format) -> Tensor:
     """``torch.empty_like(x)``, in memory that was used before where there is some."""
     size = x.nbytes
     if size < least or not x.is_cpu or type(x) not in (Tensor, torch.nn.Parameter):
-        return torch.empty_like(x)
-    like = x if x.is_contiguous() else torch.empty_like(x, device="meta")
+        return torch.empty_like(x, memory_format=form)
+    like = x if x.is_contiguous() else torch.empty_like(x, device="meta", memory_format=form)
     y = _native.reuse(size, (tuple(x.shape), like.stride(), x.dtype))
-    return new_large(x) if y is None else y
+    return new_large(x, form) if y is None else y
 
 
-def new_large(x: Tensor) -> Tensor:
+def new_large(x: Tensor, form: torch.memory_format = torch.preserve_format) -> Tensor:
     """``torch.empty_like(x)``, whose memory is kept for others."""
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, memory_format=form)
     storage = y.untyped_storage()
     if storage.nbytes() == y.nbytes:
         _native.keep_storage(storage, x.dtype)
