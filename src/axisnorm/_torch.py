@@ -267,6 +267,9 @@ def normalize(
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
     moving = inputs.running_mean is not None and scheme.statistics == "batch"
+    plain = _is_plain(*inputs, out)
+    if plain and not _is_watched():
+        _check_memory(*inputs, out)
     if out is not None:
         _check_out(inputs, out)
     if moving:
@@ -277,7 +280,7 @@ def normalize(
         kept = [None if moving or t is None else t.clone() for t in inputs[4:]]
         used = inputs._replace(running_mean=kept[0], running_var=kept[1])
     found: list[Statistics] | None = [] if moving else None
-    if _is_watched() or not _is_plain(*inputs, out) or _needs_grad(*inputs[4:]):
+    if _is_watched() or not plain or _needs_grad(*inputs[4:]):
         y = activate(_normalize_by_ops(inputs if moving else used, str(scheme)), activation)
         moving = False
     elif _needs_grad(*inputs[:3]):
@@ -314,9 +317,12 @@ def statistics(x: Tensor, scheme: Scheme | str, mask: Tensor | None) -> tuple[Te
         return tuple(torch.ops.axisnorm.norm_moments(x, mask, _text(scheme)))
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
+    plain = not _is_watched() and _is_plain(*inputs)
+    if plain:
+        _check_memory(*inputs)
     if _needs_grad(x) and not _dispatch_modes():
         return _moments_by_reference(x, mask, str(scheme))
-    if _is_watched() or not _is_plain(*inputs):
+    if not plain:
         return tuple(torch.ops.axisnorm.norm_moments(x, mask, str(scheme)))
     return _moments(x, mask, scheme)
 
@@ -493,6 +499,8 @@ def _gradients(
     if not compiling:
         # Saved tensors can have got other data since.
         _check(inputs, scheme)
+        if not _is_watched() and _is_plain(*inputs):
+            _check_memory(*inputs)
     differentiated = _grad_enabled() or forward_ad._current_level >= 0
     if not compiling and (differentiated or _transforms() or _is_batched(grad)):
         # create_graph, a dual or a batched gradient: by the reference, whose operations torch can
