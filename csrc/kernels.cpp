@@ -261,6 +261,14 @@ struct Compensated {
   double value() const { return finite(s) ? s + rest : s; }
 };
 
+// A sum whose result is rounded to C: a sum in double is no better than its result.
+template <class C> struct SumFor {
+  double s = 0;
+  void add(double v) { s += v; }
+  double value() const { return s; }
+};
+template <> struct SumFor<double> : Compensated {};
+
 // A row scaled by 2^-e, so that its squares neither overflow nor underflow. An infinity or a NaN in
 // the row leaves it unscaled and gives what the formula gives.
 template <class T> struct Exact {

@@ -367,6 +367,11 @@ def _check_moving(inputs: Inputs, out: Tensor | None) -> None:
                 f"{name} is moved, and tensors made in inference mode cannot be. One came. "
                 "Give its clone()."
             )
+        if running._is_zerotensor():
+            raise ArgumentError(
+                f"{name} is moved, and zeros without memory cannot be. Such a tensor came. "
+                "Give torch.zeros."
+            )
         if out is not None and _is_plain(running, out) and _share_memory(running, out):
             raise ArgumentError(
                 f"out and {name} share memory. Both are written. Give them memory of their own."
