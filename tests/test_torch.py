@@ -360,6 +360,42 @@ def test_incoming_gradients_of_any_layout(door: Door) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ones, expanded, strict=True))
 
 
+@pytest.mark.parametrize("text", ["n c [h w]; affine=c", "n [c] h w; affine=c", "n c h [w]"])
+@pytest.mark.parametrize(
+    "strided",
+    [
+        lambda x: torch.stack([x, x], -1)[..., 0],
+        lambda x: x[..., :1].expand_as(x),
+    ],
+    ids=["every second element", "expanded"],
+)
+def test_other_strides_take_one_copy(text: str, strided: Any, monkeypatch: Any) -> None:
+    """It took two in forward and three in backward: of x, of the gradient and of the result."""
+    x = strided(values((3, 4, 5, 6)))
+    scheme = Scheme(text)
+    weight = torch.ones(4) if scheme.affine else None
+    copies = []
+    copy_ = torch.Tensor.copy_
+    contiguous = torch.Tensor.contiguous
+
+    def counted_copy(self: torch.Tensor, other: torch.Tensor, *args: Any) -> torch.Tensor:
+        copies.append(self)
+        return copy_(self, other, *args)
+
+    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.is_contiguous():
+            copies.append(self)
+        return contiguous(self, *args, **kwargs)
+
+    leaf = x.detach().requires_grad_()
+    monkeypatch.setattr(torch.Tensor, "copy_", counted_copy)
+    monkeypatch.setattr(torch.Tensor, "contiguous", counted)
+    y = axisnorm.normalize(leaf, scheme, weight)
+    assert len(copies) == 1
+    torch.autograd.grad(y, leaf, torch.ones(3, 4, 5, 6))
+    assert len(copies) == 2
+
+
 @Doors
 def test_only_what_needs_a_gradient_gets_one(door: Door) -> None:
     x, w, b = values((4, 8)), values((8,), seed=1), values((8,), seed=2)

@@ -722,12 +722,15 @@ def _run_forward(
     if refused() is None:
         return
     if grad is not None:  # expanded, or of another memory format
-        grad = torch.empty_like(x).copy_(grad)
+        grad = _laid_out_for(x, grad)
         if refused() is None:
             return
+    x = _laid_out_for(x, x)
+    if refused() is None:
+        return
     # The axes are interleaved: everything in one order.
     x = x.contiguous()
-    if target is not None:
+    if target is not None and not target.is_contiguous():
         target = torch.empty_like(x)
     if expanded is not None:
         expanded = expanded.contiguous()
@@ -772,10 +775,12 @@ def _native_backward(
 
     if refused() is None:
         return dx, dweight, dbias
-    grad = torch.empty_like(x).copy_(grad)  # expanded, or of another memory format
+    grad = _laid_out_for(x, grad)  # expanded, or of another memory format
+    if refused() is not None:
+        x = _laid_out_for(x, x)
     if refused() is not None:
         grad, x = grad.contiguous(), x.contiguous()
-        if target is not None:
+        if target is not None and not target.is_contiguous():
             target = torch.empty_like(x)
         if expanded is not None:
             expanded = expanded.contiguous()
@@ -784,6 +789,12 @@ def _native_backward(
     if dx is not None and target is not None and target is not dx:
         dx.copy_(target)
     return dx, dweight, dbias
+
+
+def _laid_out_for(x: Tensor, t: Tensor) -> Tensor:
+    """``t``, or a copy of it that is laid out as what is made for x is."""
+    like = torch.empty_like(x)
+    return t if like.stride() == t.stride() else like.copy_(t)
 
 
 def _given(t: Tensor | None) -> tuple[int, tuple[int, ...]]:
