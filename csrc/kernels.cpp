@@ -21,6 +21,14 @@ template <class T> using Vector = typename Compute<T>::vector;
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
 
+// f(an element of the type that a number stands for)
+template <class F> INLINE auto by_type(int32_t dtype, const F &f) {
+#define CASE_OF(name, type) case name: return f(type{});
+  switch (dtype) { EACH_DTYPE(CASE_OF) }
+#undef CASE_OF
+  __builtin_unreachable();
+}
+
 // A variance below this may have lost digits to underflow of the squares, and a mean below it, of
 // which hi and lo keep twice the digits of the type, to denormals.
 template <class C> constexpr double tiny = 0x1p-100;
@@ -260,6 +268,14 @@ struct Compensated {
   }
   double value() const { return finite(s) ? s + rest : s; }
 };
+
+// A sum whose result is rounded to C: a sum in double is no better than its result.
+template <class C> struct SumFor {
+  double s = 0;
+  void add(double v) { s += v; }
+  double value() const { return s; }
+};
+template <> struct SumFor<double> : Compensated {};
 
 // A row scaled by 2^-e, so that its squares neither overflow nor underflow. An infinity or a NaN in
 // the row leaves it unscaled and gives what the formula gives.
@@ -872,12 +888,9 @@ NOINLINE double sum_again(const Task &task, int64_t a, bool by_xhat) {
   return 0x1p64 * sum.value();
 }
 double sum_again(const Task &task, int64_t a, bool by_xhat) {
-  switch (task.job->dtype) {
-    case F32: return sum_again<float>(task, a, by_xhat);
-    case F64: return sum_again<double>(task, a, by_xhat);
-    case F16: return sum_again<f16>(task, a, by_xhat);
-    default: return sum_again<bf16>(task, a, by_xhat);
-  }
+  return by_type(task.job->dtype, [&](auto type) {
+    return sum_again<decltype(type)>(task, a, by_xhat);
+  });
 }
 
 // The loops that are left when those of the weight stand at an index, and where they begin then.
@@ -976,9 +989,6 @@ void merge_affine(const Task *task, double *dweight, double *dbias, int64_t begi
 
 // ---- weight and bias: to and from the compute type
 
-template <class P, class C> void widen(const P *p, int64_t n, double offset, C *out) {
-  for (int64_t i = 0; i < n; i++) out[i] = (C)(get(p + i) + offset);
-}
 // Halves are widened a vector at a time: one by one would take longer than a short row.
 template <class P> void widen_halves(const P *p, int64_t n, float offset, float *out) {
   constexpr int W = lanes<P>;
@@ -986,13 +996,6 @@ template <class P> void widen_halves(const P *p, int64_t n, float offset, float 
   for (; i + W <= n; i += W) store(out + i, load(p + i) + offset);
   if (i < n) store(out + i, load(p + i, n - i) + offset, n - i);
 }
-void widen(const f16 *p, int64_t n, double offset, float *out) {
-  widen_halves(p, n, (float)offset, out);
-}
-void widen(const bf16 *p, int64_t n, double offset, float *out) {
-  widen_halves(p, n, (float)offset, out);
-}
-
 template <class P> void widen_halves(const P *p, int64_t n, double offset, double *out) {
   constexpr int W = lanes<P>, D = lanes<double>;
   for (int64_t i = 0; i < n; i += W) {
@@ -1005,16 +1008,13 @@ template <class P> void widen_halves(const P *p, int64_t n, double offset, doubl
     memcpy(out + i, part, (size_t)k * sizeof *out);
   }
 }
-void widen(const f16 *p, int64_t n, double offset, double *out) { widen_halves(p, n, offset, out); }
-void widen(const bf16 *p, int64_t n, double offset, double *out) { widen_halves(p, n, offset, out); }
-
+template <class P, class C> void widen(const P *p, int64_t n, double offset, C *out) {
+  if constexpr (can_round<P>) widen_halves(p, n, (C)offset, out);
+  else
+    for (int64_t i = 0; i < n; i++) out[i] = (C)(get(p + i) + offset);
+}
 template <class C> void widen(int32_t dtype, const void *p, int64_t n, double offset, C *out) {
-  switch (dtype) {
-    case F32: return widen((const float *)p, n, offset, out);
-    case F64: return widen((const double *)p, n, offset, out);
-    case F16: return widen((const f16 *)p, n, offset, out);
-    case BF16: return widen((const bf16 *)p, n, offset, out);
-  }
+  by_type(dtype, [&](auto type) { widen((const decltype(type) *)p, n, offset, out); });
 }
 
 alignas(64) const float float_ones[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
@@ -1107,12 +1107,9 @@ __attribute__((noinline)) void sum_again(const Job &job, int64_t i, int64_t n, b
     if (!finite(total[j])) total[j] = 0x1p64 * sums[j].value();
 }
 void sum_again(const Job &job, int64_t i, int64_t n, bool by_xhat, double *total) {
-  switch (job.dtype) {
-    case F32: return sum_again<float>(job, i, n, by_xhat, total);
-    case F64: return sum_again<double>(job, i, n, by_xhat, total);
-    case F16: return sum_again<f16>(job, i, n, by_xhat, total);
-    default: return sum_again<bf16>(job, i, n, by_xhat, total);
-  }
+  return by_type(job.dtype, [&](auto type) {
+    return sum_again<decltype(type)>(job, i, n, by_xhat, total);
+  });
 }
 
 // One parameter; the sums of successive chunks are `stride` apart.
@@ -1131,12 +1128,7 @@ void merge_columns(const Job &job, const C *sums, int64_t stride, int64_t count,
       for (int j = 0; j < COLUMNS; j++) total[j] += (double)sums[c * stride + i + j];
     const int64_t n = smaller(COLUMNS, end - i);
     if (__builtin_expect(!all_finite(total, n), 0)) sum_again(job, i, n, by_xhat, total);
-    switch (dtype) {
-      case F32: narrow(total, n, (float *)out + i); break;
-      case F64: narrow(total, n, (double *)out + i); break;
-      case F16: narrow(total, n, (f16 *)out + i); break;
-      case BF16: narrow(total, n, (bf16 *)out + i); break;
-    }
+    by_type(dtype, [&](auto type) { narrow(total, n, (decltype(type) *)out + i); });
   }
 }
 template <class C> void merge(const Job &job, const Chunks &chunks, int64_t i, int64_t end) {
@@ -1176,18 +1168,14 @@ struct Fence {
   }
 };
 
-#define BY_CENTER(F, T, ROUNDED, ...) \
+#define BY_CENTER(F, ROUNDED, ...) \
   (job->center ? F<T, true, ROUNDED>(__VA_ARGS__) : F<T, false, ROUNDED>(__VA_ARGS__))
-#define BY_ROUNDING(F, T, ...) \
-  (job->rounded ? BY_CENTER(F, T, true, __VA_ARGS__) : BY_CENTER(F, T, false, __VA_ARGS__))
-// Rounding to a type that is computed in itself changes nothing.
 #define BY_TYPE(F, ...)                                        \
-  switch (job->dtype) {                                        \
-    case F32: return BY_CENTER(F, float, false, __VA_ARGS__);  \
-    case F64: return BY_CENTER(F, double, false, __VA_ARGS__); \
-    case F16: return BY_ROUNDING(F, f16, __VA_ARGS__);         \
-    case BF16: return BY_ROUNDING(F, bf16, __VA_ARGS__);       \
-  }
+  by_type(job->dtype, [&](auto type) {                         \
+    typedef decltype(type) T;                                  \
+    job->rounded ? BY_CENTER(F, can_round<T>, __VA_ARGS__)     \
+                 : BY_CENTER(F, false, __VA_ARGS__);           \
+  });
 
 void forward(const Job *job, const Affine *affine, int64_t r, int64_t end) {
   const Fence fence{*job};
@@ -1200,15 +1188,11 @@ void backward(const Job *job, const Affine *affine, const Chunks *chunks, int64_
   BY_TYPE(backward_of, job, affine, chunks, c, end)
 }
 
-#define BY_NEST(F, T, ...) \
-  (task->nest->lanes ? F<OfLanes<T>>(__VA_ARGS__) : F<OfLines<T>>(__VA_ARGS__))
-#define NEST_BY_TYPE(F, ...)                              \
-  switch (task->job->dtype) {                             \
-    case F32: return BY_NEST(F, float, __VA_ARGS__);      \
-    case F64: return BY_NEST(F, double, __VA_ARGS__);     \
-    case F16: return BY_NEST(F, f16, __VA_ARGS__);        \
-    default: return BY_NEST(F, bf16, __VA_ARGS__);        \
-  }
+#define NEST_BY_TYPE(F, ...)                                                        \
+  return by_type(task->job->dtype, [&](auto type) {                                 \
+    typedef decltype(type) T;                                                       \
+    return task->nest->lanes ? F<OfLanes<T>>(__VA_ARGS__) : F<OfLines<T>>(__VA_ARGS__); \
+  });
 
 void forward_units(const Task *task, int64_t unit, int64_t end, void *slot) {
   const Fence fence{*task->job};
@@ -1254,12 +1238,7 @@ void gather(int32_t compute, int32_t dtype, const void *p, const Lines *order, d
 }
 
 void put(int32_t dtype, void *p, int64_t i, double v) {
-  switch (dtype) {
-    case F32: return put((float *)p + i, v);
-    case F64: return put((double *)p + i, v);
-    case F16: return put((f16 *)p + i, v);
-    case BF16: return put((bf16 *)p + i, v);
-  }
+  by_type(dtype, [&](auto type) { put((decltype(type) *)p + i, v); });
 }
 
 // The inverse: dimensions along which the parameter does not vary are summed over.

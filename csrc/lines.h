@@ -605,7 +605,7 @@ template <class T> struct OfLines {
 
   NOINLINE PieceSums masked_sums(const T *g, const T *x, const unsigned char *m, int64_t n, const Unit &u,
                         const C *w, double *dw, double *db) const {
-    PieceSums sums = {};
+    SumFor<C> of_grad, by_xhat, by_rounded, s1, s2;
     for (int64_t begin = 0; begin < n; begin += STAGED) {
       const int64_t count = smaller(STAGED, n - begin);
       C gs[STAGED], vs[STAGED];
@@ -619,15 +619,15 @@ template <class T> struct OfLines {
         const C xhat = ((vs[i] - u.hi) - u.lo) * u.rstd;
         const double kept = rounded ? round_as<T>((double)xhat) : (double)xhat;
         const double gw = (double)(gs[i] * w[a]);
-        sums.grad += grad;
-        sums.by_xhat += grad * (double)xhat;
-        sums.by_rounded += grad * kept;
-        sums.s1 += gw - (double)u.first;
-        sums.s2 += gw * (double)xhat;
+        of_grad.add(grad);
+        by_xhat.add(grad * (double)xhat);
+        by_rounded.add(grad * kept);
+        s1.add(gw - (double)u.first);
+        s2.add(gw * (double)xhat);
         if (dw) dw[a] += grad * kept, db[a] += grad;
       }
     }
-    return sums;
+    return {of_grad.value(), by_xhat.value(), by_rounded.value(), s1.value(), s2.value()};
   }
 
   double *chunk_sums(int64_t unit) const {

@@ -96,12 +96,7 @@ INLINE void each_piece(const Lines &lines, const Place &start, int64_t part, con
 }
 
 inline double as_double(int32_t dtype, const void *p, int64_t i) {
-  switch (dtype) {
-    case F32: return get((const float *)p + i);
-    case F64: return get((const double *)p + i);
-    case F16: return get((const f16 *)p + i);
-    default: return get((const bf16 *)p + i);
-  }
+  return by_type(dtype, [&](auto type) { return get((const decltype(type) *)p + i); });
 }
 
 // Whether the next unit is to be fetched: this one leaves half of the second cache to it, and the

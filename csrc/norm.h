@@ -4,8 +4,11 @@
 #pragma once
 #include <stdint.h>
 
-// Also the order of the dtype lists in Python.
-enum Dtype { F32 = 0, F64 = 1, F16 = 2, BF16 = 3 };
+// The types that tensors are stored in, with those of vec.h; also the order of the dtype lists in Python.
+#define EACH_DTYPE(X) X(F32, float) X(F64, double) X(F16, f16) X(BF16, bf16)
+#define NAME_OF(name, type) name,
+enum Dtype { EACH_DTYPE(NAME_OF) };
+#undef NAME_OF
 
 // What follows the affine map; in the order of reference.py, which says what each is.
 enum Activation { NO_ACTIVATION = 0, RELU = 1, SILU = 2, GELU = 3 };

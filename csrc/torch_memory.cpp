@@ -16,7 +16,7 @@ namespace {
 PyObject *make_tensor;  // (base, sizes, strides, offset) -> a tensor over the base's memory
 PyObject *make_base;    // (storage, dtype) -> a tensor over it without elements
 PyObject *count;        // (number of a storage) -> how many hold it
-Question size_of, address_of;
+Question size_of, address_of, resizable;
 
 // Who holds a free block: the Python object and the base; and how many references that object has. Its
 // other side in torch is one of them in some versions.
@@ -39,12 +39,14 @@ PyObject *connect_storages(PyObject *, PyObject *given) {
                     {"count", &count},
                     {"size", &size_of.function},
                     {"address", &address_of.function},
+                    {"resizable", &resizable.function},
                     {"new_storage", &new_storage},
                     {"dtype", &dtype}}))
     return nullptr;
   const nb::object making = nb::steal(new_storage), type = nb::steal(dtype);
   nb::object storage = nb::steal(PyObject_CallNoArgs(making.ptr()));
-  if (!storage || !size_of.prepare(storage.ptr()) || !address_of.prepare(storage.ptr()))
+  if (!storage || !size_of.prepare(storage.ptr()) || !address_of.prepare(storage.ptr()) ||
+      !resizable.prepare(storage.ptr()))
     return nullptr;
   const auto block = Storage::make(storage.ptr(), type.ptr());
   if (!block) return nullptr;
@@ -108,8 +110,10 @@ State Storage::look(int64_t bytes) const {
   // Who let go of it last may have read or written it without the GIL: that comes before.
   std::atomic_thread_fence(std::memory_order_acquire);
   // Resized, moved to shared memory, or copied because a lazy clone was written: it is elsewhere.
+  // Seen by NumPy: torch never resizes it again.
   const bool same = number(size_of.ask(storage_.ptr())) == bytes &&
-                    number(address_of.ask(storage_.ptr())) == address_;
+                    number(address_of.ask(storage_.ptr())) == address_ &&
+                    number(resizable.ask(storage_.ptr())) == 1;
   return same ? memory::FREE : memory::SPOILED;
 }
 

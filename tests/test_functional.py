@@ -637,6 +637,9 @@ def test_running_statistics_that_cannot_be_written(kind: str) -> None:
         axisnorm.batch_norm(x, mean, shared, training=True)
     with pytest.raises(DtypeError, match="floating-point"):
         axisnorm.batch_norm(x, mean, make(kind, [1, 1], "int64"), training=True)
+    if kind == "torch":
+        with pytest.raises(ArgumentError, match="without memory"):
+            axisnorm.batch_norm(x, mean, torch._efficientzerotensor(2), training=True)
     assert flat(mean) == [0.5, 0.5]
 
 

@@ -526,6 +526,23 @@ def test_gradients_summed_over_many_groups(text: str, shape: tuple[int, ...], ma
     torch.testing.assert_close(bias.grad, torch.full_like(bias, exact), rtol=3e-7, atol=0)
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("text", ["n c [h w]", "[n] c [h w]", "n (g=2 [c]) [h w]"])
+def test_masked_gradients_of_float64_that_cancel(text: str) -> None:
+    """They were summed without their rounding errors, those without a mask with them."""
+    scheme = Scheme(text, affine="g c" if "g=" in text else "c")
+    x, grad = (values((2, 4, 64, 128), torch.float64, seed) for seed in (1, 2))
+    mask = values(x.shape, seed=3) > -1
+    mean = (grad * mask).sum((0, 2, 3), keepdim=True) / mask.sum((0, 2, 3), keepdim=True)
+    grad = grad - mean
+    weight, bias = (torch.ones(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    axisnorm.normalize(x, scheme, weight, bias, mask=mask).backward(grad)
+    wide = [t.detach().numpy().astype(np.longdouble) for t in (grad, x, weight, bias)]
+    _, *exact = reference.backward(*wide[:2], scheme, *wide[2:], mask=mask.numpy())
+    for found, wanted in zip((weight.grad, bias.grad), exact, strict=True):
+        assert abs(found.numpy() - wanted).max() < 2**-50 * (x.numel() / 4) ** 0.5
+
+
 def test_running_statistics_whose_xhat_overflows() -> None:
     x, mean, var = torch.full((2, 1, 4), 2e37), torch.zeros(1), torch.full((1,), 1e-10)
     for layout in (x, x.expand(2, 1, 4).transpose(0, 2).contiguous().transpose(0, 2)):

@@ -361,6 +361,42 @@ def test_incoming_gradients_of_any_layout(door: Door) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ones, expanded, strict=True))
 
 
+@pytest.mark.parametrize("text", ["n c [h w]; affine=c", "n [c] h w; affine=c", "n c h [w]"])
+@pytest.mark.parametrize(
+    "strided",
+    [
+        lambda x: torch.stack([x, x], -1)[..., 0],
+        lambda x: x[..., :1].expand_as(x),
+    ],
+    ids=["every second element", "expanded"],
+)
+def test_other_strides_take_one_copy(text: str, strided: Any, monkeypatch: Any) -> None:
+    """It took two in forward and three in backward: of x, of the gradient and of the result."""
+    x = strided(values((3, 4, 5, 6)))
+    scheme = Scheme(text)
+    weight = torch.ones(4) if scheme.affine else None
+    copies = []
+    copy_ = torch.Tensor.copy_
+    contiguous = torch.Tensor.contiguous
+
+    def counted_copy(self: torch.Tensor, other: torch.Tensor, *args: Any) -> torch.Tensor:
+        copies.append(self)
+        return copy_(self, other, *args)
+
+    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.is_contiguous():
+            copies.append(self)
+        return contiguous(self, *args, **kwargs)
+
+    leaf = x.detach().requires_grad_()
+    monkeypatch.setattr(torch.Tensor, "copy_", counted_copy)
+    monkeypatch.setattr(torch.Tensor, "contiguous", counted)
+    y = axisnorm.normalize(leaf, scheme, weight)
+    assert len(copies) == 1
+    torch.autograd.grad(y, leaf, torch.ones(3, 4, 5, 6))
+    assert len(copies) == 2
+
+
 @Doors
 def test_only_what_needs_a_gradient_gets_one(door: Door) -> None:
     x, w, b = values((4, 8)), values((8,), seed=1), values((8,), seed=2)
@@ -922,6 +958,59 @@ def test_freed_storage(door: Door, which: int) -> None:
     tensors[which].untyped_storage().resize_(0)
     with pytest.raises(axisnorm.ArgumentError, match="storage was freed"):
         door(*tensors)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("which", range(6))
+def test_freed_storage_on_the_long_way(
+    which: int, training: bool, masked: bool, requires_grad: bool
+) -> None:
+    """Running statistics crashed, which were read or written without asking for their memory."""
+    x = values((3, 4, 2)).requires_grad_(requires_grad)
+    parameters = [values((4,), seed=seed).exp() for seed in range(4)]
+    mask = torch.ones(3, 4, 2, dtype=torch.bool) if masked else None
+    tensors = [x, *parameters, mask]
+    if tensors[which] is None:
+        return
+    kept = [t.clone() for t in parameters[2:]]
+    tensors[which].untyped_storage().resize_(0)
+    for placement in ("variance", "std"):
+        scheme = Scheme.batch_norm(eps_placement=placement)
+        scheme = scheme if training else scheme.replace(statistics="running")
+        with pytest.raises(axisnorm.ArgumentError, match="storage was freed"):
+            axisnorm.normalize(
+                x, scheme, *parameters[:2], running_mean=parameters[2], running_var=parameters[3],
+                mask=mask,
+            )  # fmt: skip
+    for t, old in zip(parameters[2:], kept, strict=True):
+        assert not t.untyped_storage().nbytes() or torch.equal(t, old)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_freed_storage_of_statistics_sums_and_second_derivatives(masked: bool) -> None:
+    """What torch computes crashed."""
+    mask = torch.ones(3, 4, dtype=torch.bool) if masked else None
+    gone = values((3, 4)).requires_grad_()
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(axisnorm.ArgumentError, match="storage was freed"):
+        axisnorm.statistics(gone, "n [d]", mask=mask)
+    for pair in ((gone, values((3, 4))), (values((3, 4)), gone)):
+        with pytest.raises(axisnorm.ArgumentError, match="storage was freed"):
+            axisnorm.add_layer_norm(*pair, 4, mask=mask)
+    x, weight = values((3, 4)).requires_grad_(), values((4,)).requires_grad_()
+    for y in (
+        axisnorm.layer_norm(x, 4, weight, mask=mask),
+        axisnorm.add_layer_norm(x, x.detach(), 4, weight, mask=mask),
+    ):
+        data = weight.data
+        copy = data.clone()
+        data.untyped_storage().resize_(0)
+        with pytest.raises(axisnorm.ArgumentError, match="storage was freed"):
+            torch.autograd.grad(y, x, torch.ones(3, 4), create_graph=True)
+        data.untyped_storage().resize_(copy.nbytes)
+        data.copy_(copy)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

@@ -84,8 +84,6 @@ def test_backward_too() -> None:
         lambda y: y[3:],
         lambda y: y.view(-1),
         lambda y: y.detach(),
-        lambda y: y.numpy(),
-        lambda y: memoryview(y.numpy()),
         lambda y: torch.from_dlpack(y),
         lambda y: np.from_dlpack(y),
         lambda y: y.untyped_storage(),
@@ -112,6 +110,21 @@ def test_held_memory_is_left_alone(hold) -> None:  # type: ignore[no-untyped-def
     gc.collect()
     outputs = [output() for _ in range(8)]
     assert place in {y.data_ptr() for y in outputs}
+
+
+@pytest.mark.parametrize(
+    "look", [lambda y: y.numpy(), lambda y: memoryview(y.numpy()), np.asarray], ids=str
+)
+def test_what_numpy_has_seen_is_left_alone_and_never_handed_out_again(look: Any) -> None:
+    """torch never resizes it again: outputs were refused resize_ since an earlier one was looked at."""
+    y = output()
+    seen = look(y)
+    del y
+    overwrite()
+    assert np.array_equal(np.asarray(seen), CORRECT.numpy())
+    del seen
+    for y in [output() for _ in range(8)]:
+        y.resize_(4096, 4096)
 
 
 def test_saved_for_backward() -> None:

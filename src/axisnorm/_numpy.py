@@ -287,9 +287,10 @@ def _run(
     mask = inputs.mask
     if mask is not None:
         mask = np.broadcast_to(mask.view(np.uint8), x.shape)
-    if not _is_regular(x) or (target is not None and not _is_regular(target)):
-        x = np.array(x, x.dtype.newbyteorder("="), order="C")
-        target = None if target is None else np.empty_like(x)
+    if not _is_regular(x):
+        x = np.array(x, x.dtype.newbyteorder("="))
+    if target is not None and not _is_regular(target):
+        target = np.empty_like(target, x.dtype)
 
     def refused() -> str | None:
         return _native.forward(
@@ -309,9 +310,12 @@ def _run(
         )
 
     if refused() is not None:
+        x = np.array(x)  # without gaps, as what is made for it is
+    if refused() is not None:
         # The axes are interleaved: everything in one order.
-        x = np.array(x, order="C")
-        target = None if target is None else np.empty_like(x)
+        x = np.ascontiguousarray(x)
+        if target is not None and not target.flags.c_contiguous:
+            target = np.empty_like(x)
         mask = None if mask is None else np.array(mask, order="C")
         again = refused()
         assert again is None, again

@@ -302,6 +302,9 @@ def normalize(
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
     moving = inputs.running_mean is not None and scheme.statistics == "batch"
+    plain = _is_plain(*inputs, out)
+    if plain and not _is_watched():
+        _check_memory(*inputs, out)
     if out is not None:
         _check_out(inputs, out)
     if moving:
@@ -312,7 +315,7 @@ def normalize(
         kept = [None if moving or t is None else t.clone() for t in inputs[4:]]
         used = inputs._replace(running_mean=kept[0], running_var=kept[1])
     found: list[Statistics] | None = [] if moving else None
-    if _is_watched() or not _is_plain(*inputs, out) or _needs_grad(*inputs[4:]):
+    if _is_watched() or not plain or _needs_grad(*inputs[4:]):
         y = activate(_normalize_by_ops(inputs if moving else used, str(scheme)), activation)
         moving = False
     elif _needs_grad(*inputs[:3]):
@@ -349,9 +352,12 @@ def statistics(x: Tensor, scheme: Scheme | str, mask: Tensor | None) -> tuple[Te
         return tuple(torch.ops.axisnorm.norm_moments(x, mask, _text(scheme)))
     scheme = as_scheme(scheme)
     _check(inputs, scheme)
+    plain = not _is_watched() and _is_plain(*inputs)
+    if plain:
+        _check_memory(*inputs)
     if _needs_grad(x) and not _dispatch_modes():
         return _moments_by_reference(x, mask, str(scheme))
-    if _is_watched() or not _is_plain(*inputs):
+    if not plain:
         return tuple(torch.ops.axisnorm.norm_moments(x, mask, str(scheme)))
     return _moments(x, mask, scheme)
 
@@ -395,6 +401,11 @@ def _check_moving(inputs: Inputs, out: Tensor | None) -> None:
             raise ArgumentError(
                 f"{name} is moved, and tensors made in inference mode cannot be. One came. "
                 "Give its clone()."
+            )
+        if running._is_zerotensor():
+            raise ArgumentError(
+                f"{name} is moved, and zeros without memory cannot be. Such a tensor came. "
+                "Give torch.zeros."
             )
         if out is not None and _is_plain(running, out) and _share_memory(running, out):
             raise ArgumentError(
@@ -528,6 +539,8 @@ def _gradients(
     if not compiling:
         # Saved tensors can have got other data since.
         _check(inputs, scheme)
+        if not _is_watched() and _is_plain(*inputs):
+            _check_memory(*inputs)
     differentiated = _grad_enabled() or forward_ad._current_level >= 0
     if not compiling and (differentiated or _transforms() or _is_batched(grad)):
         # create_graph, a dual or a batched gradient: by the reference, whose operations torch can
@@ -744,12 +757,15 @@ def _run_forward(
     if refused() is None:
         return
     if grad is not None:  # expanded, or of another memory format
-        grad = torch.empty_like(x).copy_(grad)
+        grad = _laid_out_for(x, grad)
         if refused() is None:
             return
+    x = _laid_out_for(x, x)
+    if refused() is None:
+        return
     # The axes are interleaved: everything in one order.
     x = x.contiguous()
-    if target is not None:
+    if target is not None and not target.is_contiguous():
         target = torch.empty_like(x)
     if expanded is not None:
         expanded = expanded.contiguous()
@@ -794,10 +810,12 @@ def _native_backward(
 
     if refused() is None:
         return dx, dweight, dbias
-    grad = torch.empty_like(x).copy_(grad)  # expanded, or of another memory format
+    grad = _laid_out_for(x, grad)  # expanded, or of another memory format
+    if refused() is not None:
+        x = _laid_out_for(x, x)
     if refused() is not None:
         grad, x = grad.contiguous(), x.contiguous()
-        if target is not None:
+        if target is not None and not target.is_contiguous():
             target = torch.empty_like(x)
         if expanded is not None:
             expanded = expanded.contiguous()
@@ -806,6 +824,12 @@ def _native_backward(
     if dx is not None and target is not None and target is not dx:
         dx.copy_(target)
     return dx, dweight, dbias
+
+
+def _laid_out_for(x: Tensor, t: Tensor) -> Tensor:
+    """``t``, or a copy of it that is laid out as what is made for x is."""
+    like = torch.empty_like(x)
+    return t if like.stride() == t.stride() else like.copy_(t)
 
 
 def _given(t: Tensor | None) -> tuple[int, tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """Reused memory for large outputs of the torch engine; see ``_memory``.
 
 A storage is free when its only holders are the pool's: no tensor (view, saved tensor, NumPy or
-DLPack alias) and no other Python reference. One that was resized or moved to shared memory is let
-go.
+DLPack alias) and no other Python reference. One that was resized, moved to shared memory or seen by
+NumPy, after which torch does not resize it, is let go.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def _connect() -> bool:
         "count": _count,
         "size": torch.UntypedStorage.nbytes,
         "address": torch.UntypedStorage.data_ptr,
+        "resizable": torch.UntypedStorage.resizable,
         "new_storage": _storage,
         "dtype": torch.float32,
     }

@@ -104,6 +104,8 @@ def check_steps(
             f"x and residual are on one device. {x.device} and {residual.device} came. "
             "Move one of them."
         )
+    if not _torch._is_watched() and _torch._is_plain(x, residual, *others):
+        _torch._check_memory(x, residual, *others)
     meaning = as_scheme(scheme)
     plain = meaning.weight_offset == 0 and meaning.rounding == "once" and others[2] is None
     if (x.is_complex() or residual.is_complex()) and plain and not meaning.center:
@@ -261,6 +263,8 @@ def _gradients(
     if not compiling:
         # Saved tensors can have got other data since.
         _torch._check(inputs, scheme)
+        if not _torch._is_watched() and _torch._is_plain(*inputs):
+            _torch._check_memory(*inputs)
     differentiated = _torch._grad_enabled() or forward_ad._current_level >= 0
     if not compiling and (
         differentiated
