@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import axisnorm
-from axisnorm import Scheme, _native, _route, _torch_ops, reference
+from axisnorm import Scheme, _native, _route, _torch, _torch_memory, _torch_ops, reference
 from axisnorm.reference import ACTIVATIONS
 
 Doors = pytest.mark.parametrize(
@@ -447,6 +447,27 @@ def test_outputs_and_gradients_are_laid_out_as_what_they_belong_to() -> None:
         for t, model in zip((y, *torch.autograd.grad(y.sum(), (x, w))), (x, x, w), strict=True):
             like = torch.empty_like(model)
             assert (t.shape, t.stride(), t.dtype) == (like.shape, like.stride(), like.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transposed_inputs_are_copied_by_tiles(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Each element comes to its place, and those of large tensors are copied by all threads."""
+    monkeypatch.setattr(_torch_memory, "LEAST", 0)
+    tiled = 0
+    for sizes in ((3, 130, 1031), (65, 64), (7, 33, 5, 17), (2, 3, 4, 5, 6), (200, 1, 129), (9,)):
+        x = values(sizes, dtype)
+        for axes in itertools.permutations(range(x.dim())):
+            for given in (x.permute(axes), x.permute(axes)[..., 1:], x.permute(axes)[1:, None]):
+                source = (given.data_ptr(), given.stride())
+                tiled += _native.transpose(
+                    source, torch.empty(given.shape, dtype=dtype).data_ptr(), given.shape,
+                    given.element_size(),
+                )  # fmt: skip
+                copy = _torch._contiguous(given)
+                assert torch.equal(copy, given) and copy.stride() == given.contiguous().stride()
+    assert tiled > 100
 
 
 ORDERED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {

@@ -193,7 +193,9 @@ def layer_norm(
     if mask is None and out is None and _foreign(engine, x):
         return engine.activate(_own("layer_norm", x, sizes, weight, bias, eps), activation)
     scheme = f"{_trailing(engine, x, sizes)}; eps={eps!r}"
-    inputs = (_laid_out(engine, x, out), weight, bias, mask)
+    laid_out = _laid_out(engine, x, out)
+    if laid_out is not x:
+        return layer_norm(laid_out, sizes, weight, bias, eps, mask=mask, activation=activation)
     return engine.normalize(engine.Inputs(*inputs), scheme, out, activation)
 
 
@@ -252,7 +254,12 @@ def rms_norm(
         return engine.activate(_own("rms_norm", x, sizes, weight, eps), activation)
     fields = _rms_fields(eps, weight_offset, rounding)
     scheme = f"{_trailing(engine, x, sizes)}; {fields}"
-    inputs = (_laid_out(engine, x, out), weight, None, mask)
+    laid_out = _laid_out(engine, x, out)
+    if laid_out is not x:
+        return rms_norm(
+            laid_out, sizes, weight, eps, weight_offset=weight_offset, rounding=rounding, mask=mask,
+            activation=activation,
+        )  # fmt: skip
     return engine.normalize(engine.Inputs(*inputs), scheme, out, activation)
 
 
@@ -343,7 +350,9 @@ def group_norm(
     if mask is None and out is None and engine is not None and _foreign(engine, x):
         return engine.activate(_own("group_norm", x, num_groups, weight, bias, eps), activation)
     text = f"n (g={int(num_groups)} [c]) [...]; affine=g c; eps={eps!r}"
-    x = _laid_out(engine, x, out)
+    laid_out = _laid_out(engine, x, out)
+    if laid_out is not x:
+        return group_norm(laid_out, num_groups, weight, bias, eps, mask=mask, activation=activation)
     return normalize(x, text, weight, bias, mask=mask, out=out, activation=activation)
 
 
@@ -397,7 +406,12 @@ def instance_norm(
             eps,
         )  # fmt: skip
         return engine.activate(y, activation)
-    x = _laid_out(engine, x, out)
+    laid_out = _laid_out(engine, x, out)
+    if laid_out is not x:
+        return instance_norm(
+            laid_out, running_mean, running_var, weight, bias, use_input_stats, momentum, eps,
+            mask=mask, activation=activation,
+        )  # fmt: skip
     return normalize(
         x, _channels("n c [...]", use_input_stats, momentum, eps), weight, bias,
         running_mean=running_mean, running_var=running_var, mask=mask, out=out,
@@ -474,7 +488,12 @@ def batch_norm(
                 f"Shape {tuple(x.shape)} has one. Use a larger batch, or evaluate with running "
                 "statistics."
             )
-    x = _laid_out(engine, x, out)
+    laid_out = _laid_out(engine, x, out)
+    if laid_out is not x:
+        return batch_norm(
+            laid_out, running_mean, running_var, weight, bias, training, momentum, eps, mask=mask,
+            activation=activation,
+        )  # fmt: skip
     return normalize(
         x, _channels("[n] c [...]", training, momentum, eps), weight, bias,
         running_mean=running_mean, running_var=running_var, mask=mask, out=out,
