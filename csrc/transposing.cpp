@@ -63,7 +63,7 @@ bool transpose(const void *from, void *to, int64_t element_size, int axes, const
   }
   Axis *const end = axis + count;
   Axis *const along = std::find_if(axis, end, [](const Axis &a) { return a.from == 1; });
-  if (count < 2 || along == axis || along == end) return false;
+  if (!elements || count < 2 || along == axis || along == end) return false;
   if (element_size != 2 && element_size != 4 && element_size != 8) return false;
   const Axis across = axis[0], inner = *along;
   // The others are around the tiles.
