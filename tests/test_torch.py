@@ -460,11 +460,13 @@ def test_transposed_inputs_are_copied_by_tiles(
         x = values(sizes, dtype)
         for axes in itertools.permutations(range(x.dim())):
             for given in (x.permute(axes), x.permute(axes)[..., 1:], x.permute(axes)[1:, None]):
-                source = (given.data_ptr(), given.stride())
-                tiled += _native.transpose(
-                    source, torch.empty(given.shape, dtype=dtype).data_ptr(), given.shape,
-                    given.element_size(),
-                )  # fmt: skip
+                copy, source = (
+                    torch.zeros(given.shape, dtype=dtype),
+                    (given.data_ptr(), given.stride()),
+                )
+                if _native.transpose(source, copy.data_ptr(), copy.shape, copy.element_size()):
+                    assert torch.equal(copy, given)
+                    tiled += 1
                 copy = _torch._contiguous(given)
                 assert torch.equal(copy, given) and copy.stride() == given.contiguous().stride()
     assert tiled > 100
