@@ -113,7 +113,9 @@ def test_held_memory_is_left_alone(hold) -> None:  # type: ignore[no-untyped-def
 
 
 @pytest.mark.parametrize(
-    "look", [lambda y: y.numpy(), lambda y: memoryview(y.numpy()), np.asarray], ids=str
+    "look",
+    [lambda y: y.numpy(), lambda y: memoryview(y.numpy()), np.asarray],
+    ids=["numpy", "memoryview", "asarray"],
 )
 def test_what_numpy_has_seen_is_left_alone_and_never_handed_out_again(look: Any) -> None:
     """torch never resizes it again: outputs were refused resize_ since an earlier one was looked at."""
