@@ -320,8 +320,9 @@ function sizesOf(scheme, shape) {
   const extra = shape.length - named;
   const open = named < scheme.parsed.length;
   if (extra < 0 || (extra && !open)) {
+    const given = shape.length === 1 ? `${shape[0]},` : shape.join(", ");
     throw new ArgumentError(`'${scheme.axes}' names ${open ? "at least " : ""}${named} `
-      + `${named === 1 ? "axis" : "axes"}. The input has ${shape.length}. `
+      + `${named === 1 ? "axis" : "axes"}. The input has ${shape.length}, shape (${given}). `
       + "Name every axis of the input, or use '...' for the rest.");
   }
   const axes = scheme.parsed.flatMap((axis) => (axis[0].name !== "..." ? [axis]
