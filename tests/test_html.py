@@ -161,7 +161,7 @@ WRONG = [
 def test_the_script_refuses_with_the_words_of_python(notation: Page) -> None:
     for text, shape in WRONG:
         with pytest.raises(ArgumentError) as refused:
-            Scheme(text).layout(len(shape)).sizes(shape)
+            Scheme(text).sizes(shape)
         said = notation.evaluate(
             """([text, shape]) => {
               try { sizesOf(readScheme(text), shape); } catch (error) {
