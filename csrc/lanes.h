@@ -50,8 +50,10 @@ template <class C> LaneUnit<C> &lane_unit(const Nest &nest, void *slot) {
   return u;
 }
 
-// Steps that are summed in the compute type, then in double: of halves as many bytes.
-template <class T> constexpr int64_t lane_block = can_round<T> ? 32 : 16;
+// Steps that are summed in the compute type, then in double. Where the result is a half again, they are
+// as many bytes of it.
+constexpr int64_t LANE_BLOCK = 16;
+template <class T> constexpr int64_t lane_block = can_round<T> ? 2 * LANE_BLOCK : LANE_BLOCK;
 constexpr int SAMPLES = 8;      // steps that give the shift of the sums
 constexpr int AT_ONCE = VB == 64 ? 8 : 4;  // vectors of lanes: as many sums as fit into registers
 
@@ -173,16 +175,17 @@ template <class T> struct OfLanes {
               [&](const Place &p, int64_t) __attribute__((always_inline)) { f(p); });
   }
 
-  // f(place, loop, steps) for up to lane_block steps of a part at a time, which follow each other along
-  // the loop: so few that what is read of each is still near when the next lanes of it are.
-  template <class F> INLINE void each_chunk(const Place &at, int64_t part, const F &f) const {
+  // f(place, loop, steps) for up to Most steps of a part at a time, which follow each other along the
+  // loop: so few that what is read of each is still near when the next lanes of it are.
+  template <int64_t Most = lane_block<T>, class F>
+  INLINE void each_chunk(const Place &at, int64_t part, const F &f) const {
     const Lines &lines = nest.applied;
     const int64_t begin = part * lines.per_part;
     each_run(lines, at, begin, smaller(lines.count, begin + lines.per_part),
              [&](Place &p, int64_t i, int64_t stop, const Loop &along)
                  __attribute__((always_inline)) {
                for (;;) {
-                 const int64_t steps = smaller(lane_block<T>, stop - i);
+                 const int64_t steps = smaller(Most, stop - i);
                  f(p, along, steps);
                  i += steps;
                  advance(p, along, i == stop ? steps - 1 : steps);
@@ -652,7 +655,7 @@ template <class T> struct OfLanes {
     // With weights of their own a few lanes have all their constants in registers; else many lanes
     // share the sums of a step.
     constexpr int MANY = PerElement ? FEW : AT_ONCE;
-    each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
+    each_chunk<LANE_BLOCK>(at, part, [&](const Place &p, const Loop &along, int64_t steps)
                              __attribute__((noinline)) {
       const bool rounds = rounded, streamed = job.streamed;
       const int64_t x_step = along.step[X], grad_step = along.step[GRAD];

@@ -187,6 +187,9 @@ void Strides::set(const dltensor &t) {
 }
 
 bool in_memory_format(const dltensor &t, const Strides &strides) {
+  // What is made for expanded axes that are outermost is outermost.
+  int first = 0;
+  while (first < t.ndim && (t.shape[first] == 1 || !strides.of[first])) first++;
   const bool has_channels_last = t.ndim == 4 || t.ndim == 5;
   for (int last = 0; last <= has_channels_last; last++) {
     // The channels, axis 1, come at their place or after all others.
@@ -194,8 +197,8 @@ bool in_memory_format(const dltensor &t, const Strides &strides) {
     bool descends = true;
     for (int i = 0; i < t.ndim; i++) {
       const int axis = !last || !i ? i : i < t.ndim - 1 ? i + 1 : 1;
-      if (t.shape[axis] == 1 || !strides.of[axis]) continue;
-      descends = descends && strides.of[axis] <= outer;
+      if (axis < first || t.shape[axis] == 1) continue;
+      descends = descends && strides.of[axis] && strides.of[axis] <= outer;
       outer = strides.of[axis];
     }
     if (descends) return true;

@@ -505,6 +505,19 @@ def test_outputs_are_in_the_order_of_torchs(name: str, dense: bool) -> None:
         torch.testing.assert_close(y, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ORDERED)
+def test_outputs_of_expanded_inputs_are_in_an_order_of_torchs(name: str) -> None:
+    norm, sizes = ORDERED[name], (2, 4, 3, 5)
+    for expanded in itertools.product((False, True), repeat=4):
+        small = [1 if e else size for e, size in zip(expanded, sizes, strict=True)]
+        for order in itertools.permutations(range(4)):
+            memory = values([small[axis] for axis in order])
+            x = memory.permute([order.index(axis) for axis in range(4)]).expand(sizes)
+            for given in (x, x.to("meta"), x.detach().requires_grad_()):
+                y = norm(axisnorm, given)
+                assert y.is_contiguous() or y.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_collection_of_garbage_during_a_call_may_normalize_too() -> None:
     shapes = [(*(2,) * axes, size, 2) for axes in range(5) for size in range(1, 9)]
     given, last = [values(shape) for shape in shapes], (2,)
@@ -981,6 +994,16 @@ def test_freed_storage(door: Door, which: int) -> None:
     tensors[which].untyped_storage().resize_(0)
     with pytest.raises(axisnorm.ArgumentError, match="storage was freed"):
         door(*tensors)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_freed_gradient(create_graph: bool) -> None:
+    x, w = values((3, 4)).requires_grad_(), values((4,)).requires_grad_()
+    for y in (axisnorm.layer_norm(x, 4, w), axisnorm.add_layer_norm(x, x, 4, w)):
+        grad = torch.ones(3, 4, requires_grad=True)
+        grad.untyped_storage().resize_(0)
+        with pytest.raises(axisnorm.ArgumentError, match="storage was freed"):
+            torch.autograd.grad(y, x, grad, create_graph=create_graph)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -109,10 +109,15 @@ def _contiguous(x: Tensor) -> Tensor:
 def _descends(x: Tensor, order: Sequence[int]) -> bool:
     """Whether axes in this order are from the outermost in memory to the innermost."""
     strides = x.stride()
-    # The sizes of a trace are tensors; an axis that is expanded has no place.
+    # The sizes of a trace are tensors.
     sizes = [2] * x.dim() if is_tracing() else x.shape
-    steps = [strides[axis] for axis in order if sizes[axis] != 1 and strides[axis] != 0]
-    return all(outer >= inner for outer, inner in itertools.pairwise(steps))
+    # What is made for expanded axes that are outermost is outermost.
+    outermost = itertools.takewhile(
+        lambda axis: sizes[axis] == 1 or not strides[axis], range(x.dim())
+    )
+    first = len(list(outermost))
+    steps = [strides[axis] for axis in order if axis >= first and sizes[axis] != 1]
+    return all(steps) and all(outer >= inner for outer, inner in itertools.pairwise(steps))
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -546,8 +551,8 @@ def _gradients(
     if not compiling:
         # Saved tensors can have got other data since.
         _check(inputs, scheme)
-        if not _is_watched() and _is_plain(*inputs):
-            _check_memory(*inputs)
+        if not _is_watched():
+            _check_memory(*(t for t in (*inputs, grad) if _is_plain(t)))
     differentiated = _grad_enabled() or forward_ad._current_level >= 0
     if not compiling and (differentiated or _transforms() or _is_batched(grad)):
         # create_graph, a dual or a batched gradient: by the reference, whose operations torch can
