@@ -551,8 +551,7 @@ def _gradients(
     if not compiling:
         # Saved tensors can have got other data since.
         _check(inputs, scheme)
-        if not _is_watched():
-            _check_memory(*(t for t in (*inputs, grad) if _is_plain(t)))
+        _check_plain_memory(*inputs, grad)
     differentiated = _grad_enabled() or forward_ad._current_level >= 0
     if not compiling and (differentiated or _transforms() or _is_batched(grad)):
         # create_graph, a dual or a batched gradient: by the reference, whose operations torch can
@@ -914,6 +913,13 @@ def _check_memory(*tensors: Tensor | None) -> None:
                 f"Tensors have their data. One of shape {tuple(t.shape)} has none: its storage was "
                 "freed. Restore it before the call."
             )
+
+
+def _check_plain_memory(*tensors: Tensor | None) -> None:
+    """The same of those among them that are ordinary tensors."""
+    if not _is_watched():
+        plain = (t for t in tensors if t is not None and _is_plain(t) and not _is_batched(t))
+        _check_memory(*plain)
 
 
 def _is_dense(t: Tensor) -> bool:

@@ -263,8 +263,7 @@ def _gradients(
     if not compiling:
         # Saved tensors can have got other data since.
         _torch._check(inputs, scheme)
-        if not _torch._is_watched():
-            _torch._check_memory(*(t for t in (*inputs, grad, grad_h) if _torch._is_plain(t)))
+        _torch._check_plain_memory(*inputs, grad, grad_h)
     differentiated = _torch._grad_enabled() or forward_ad._current_level >= 0
     if not compiling and (
         differentiated
