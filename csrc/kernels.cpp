@@ -46,9 +46,6 @@ template <class T> constexpr int64_t FLAT = 2 * BLOCK * lanes<T>;
 inline bool finite(double v) { return v - v == 0; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// 0 for 0: a row that is constant gives its bias, whatever eps.
-inline double reciprocal_root(double v) { return v == 0 ? 0 : 1 / __builtin_sqrt(v); }
-
 // ---- statistics of one row
 
 template <class T, int R> struct Moments {
@@ -76,55 +73,67 @@ template <class T> INLINE Scalar<T> guess_mean(const T *x, int64_t n) {
   return x0 + (Scalar<T>)(m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
 }
 
-struct Sums { double s, q; };  // of x - k and of its square
-
-// Adds n elements to the totals.
-template <class T, bool Center>
-INLINE void add_sums(const T *x, int64_t n, Scalar<T> k, Total<Vector<T>> &total_s,
-                     Total<Vector<T>> &total_q) {
+// Adds n elements of each of R rows to its totals. beside(i): what else is done meanwhile, for each
+// four vectors from i on.
+template <class T, bool Center, int R, class Beside>
+INLINE void add_sums(const T *const (&x)[R], int64_t n, const Scalar<T> (&k)[R],
+                     Total<Vector<T>> (&total_s)[R], Total<Vector<T>> (&total_q)[R],
+                     const Beside &beside) {
   constexpr int W = lanes<T>;
   typedef Vector<T> V;
+  // Read before the loop: what is done meanwhile may write.
+  V shift[R];
+  for (int r = 0; r < R; r++) shift[r] = broadcast(k[r]);
   int64_t i = 0;
   do {
     const int64_t end = smaller(n, i + BLOCK * 4 * W);
     // Four sums each hide the latency of the additions.
-    V s[4] = {}, q[4] = {};
+    V s[R][4] = {}, q[R][4] = {};
+    const auto add = [&](int r, int j, V v, int64_t tail) __attribute__((always_inline)) {
+      V d = Center ? v - shift[r] : v;
+      if (Center && tail) d = keep(d, tail);
+      if (Center) s[r][j] += d;
+      q[r][j] = fma(d, d, q[r][j]);
+    };
     for (; i + 4 * W <= end; i += 4 * W) {
-      V v[4];
-      load_two(x + i, v);
-      load_two(x + i + 2 * W, v + 2);
-      for (int j = 0; j < 4; j++) {
-        const V d = Center ? v[j] - k : v[j];
-        if (Center) s[j] += d;
-        q[j] = fma(d, d, q[j]);
+      for (int r = 0; r < R; r++) {
+        V v[4];
+        load_two(x[r] + i, v);
+        load_two(x[r] + i + 2 * W, v + 2);
+        for (int j = 0; j < 4; j++) add(r, j, v[j], 0);
       }
+      beside(i);
     }
-    for (; i + W <= end; i += W) {
-      const V d = Center ? load(x + i) - k : load(x + i);
-      if (Center) s[0] += d;
-      q[0] = fma(d, d, q[0]);
-    }
-    if (i < end) {
-      const V d = Center ? keep(load(x + i, end - i) - k, end - i) : load(x + i, end - i);
-      if (Center) s[1] += d;
-      q[1] = fma(d, d, q[1]);
-      i = end;
-    }
+    for (; i + W <= end; i += W)
+      for (int r = 0; r < R; r++) add(r, 0, load(x[r] + i), 0);
+    if (i < end)
+      for (int r = 0; r < R; r++) add(r, 1, load(x[r] + i, end - i), end - i);
+    i = end;
     // Nothing has come to the others, and adding it takes as long as a short line.
     const bool two = n < 4 * W;
-    if (Center) total_s.add(two ? s[0] + s[1] : (s[0] + s[1]) + (s[2] + s[3]));
-    total_q.add(two ? q[0] + q[1] : (q[0] + q[1]) + (q[2] + q[3]));
+    const auto merged = [&](const V *v) __attribute__((always_inline)) {
+      return two ? v[0] + v[1] : (v[0] + v[1]) + (v[2] + v[3]);
+    };
+    for (int r = 0; r < R; r++) {
+      if (Center) total_s[r].add(merged(s[r]));
+      total_q[r].add(merged(q[r]));
+    }
   } while (i < n);
 }
+template <class T, bool Center>
+INLINE void add_sums(const T *x, int64_t n, Scalar<T> k, Total<Vector<T>> &s,
+                     Total<Vector<T>> &q) {
+  Total<Vector<T>> sum[1] = {s}, square[1] = {q};
+  add_sums<T, Center, 1>({x}, n, {k}, sum, square, [](int64_t) {});
+  s = sum[0];
+  q = square[0];
+}
 
-template <class T, bool Center> INLINE Sums sums(const T *x, int64_t n, Scalar<T> k) {
-  if (n < lanes<T>) {  // saves a fifth of the time of such a row
-    const Vector<T> d = Center ? keep(load(x, n) - k, n) : load(x, n);
-    return {Center ? sum(d) : 0, sum(d * d)};
-  }
-  Total<Vector<T>> total_s = {}, total_q = {};
-  add_sums<T, Center>(x, n, k, total_s, total_q);
-  return {Center ? total_s.value() : 0, total_q.value()};
+// Whether the sums of n elements show a shift too far from the mean: (s / n)^2 is above the variance, or
+// a quarter of it. Also for a NaN.
+template <class T, class D> INLINE auto too_far(D s, D q, double n) {
+  constexpr double factor = same<Scalar<T>, double> ? 5 : 2;
+  return !(factor * s * s <= n * q);
 }
 
 // Whether hi + lo are the mean with all its digits.
@@ -132,62 +141,97 @@ template <class C> INLINE bool mean_is_safe(double hi, double lo) {
   return __builtin_fabs(hi + lo) >= tiny<C> || (hi == 0 && lo == 0);
 }
 
-template <class C> struct Settled {
-  C lo, rstd;
-  double var;
-  bool redo;  // out of the range of C
+// What the sums of groups are divided by: their valid elements, and those less the correction. Quick:
+// multiplied by the reciprocals, taken once for groups of one size.
+template <class D, bool Quick = false> struct Sizes {
+  D count, free;
+  INLINE Sizes(D count, D free)
+      : count(Quick ? 1.0 / count : count), free(Quick ? 1.0 / free : free) {}
+  static INLINE D divide(D sum, D by) { return Quick ? sum * by : sum / by; }
 };
 
-// What follows from the sums of n elements around hi.
-template <class T, bool Center>
-INLINE Settled<Scalar<T>> settle(double eps, Scalar<T> hi, Sums a, double n, double divisor) {
-  typedef Scalar<T> C;
-  Settled<C> m;
-  const double lo = a.s / n;
-  double squares = a.q - a.s * lo;
-  if (squares < 0) squares = 0;
-  m.lo = (C)lo;
-  m.var = squares / divisor;
-  m.rstd = (C)reciprocal_root(m.var + eps);
-  m.redo = !finite(squares) || (m.rstd < least_normal<C> && m.rstd >= 0) ||
-           (m.var < tiny<C> && eps < tiny<C>) ||
-           (Center && !(mean_is_safe<C>(hi, lo) && (lo != 0 || a.s == 0)));
-  return m;
+// What follows from the sums around hi, for as many groups as D has lanes, to the same bits: lo, rstd
+// and the variance of each; which are out of the range of C. Quick: not to the same bits, but as good
+// in floats.
+template <class D, bool Quick = false, class C>
+INLINE auto settle(const Job &job, D hi, D s, D q, const Sizes<D, Quick> &sizes, C *lo, C *rstd,
+                   double *var) {
+  const D zero = {};
+  const D mean = sizes.divide(s, sizes.count);
+  const D squares = q - s * mean;
+  const D v = sizes.divide(squares < zero ? zero : squares, sizes.free);
+  store_rounded(lo, mean);
+  // A group that is constant gives its bias, whatever eps.
+  const D root = store_rounded(rstd, reciprocal_root<Quick>(v + job.eps));
+  store_rounded(var, v);
+  auto redo = (v - v != zero) | ((root < (double)least_normal<C>) & (root >= zero));
+  if (job.eps < tiny<C>) redo |= v < tiny<C>;
+  if (job.center)
+    redo |= ((magnitude(hi + mean) < tiny<C>) & ((hi != zero) | (mean != zero))) |
+            ((mean == zero) & (s != zero));
+  return redo;
 }
 
-// One pass over the row, shifted by a guess of the mean. The variance loses digits by cancellation,
-// one bit where the guess is a standard deviation off; beyond that a second pass follows, for double,
-// whose sums are no better than its result, beyond half of that. A second pass is enough: the 64
-// elements of the guess belong to the row, so it is never off by more than sqrt(n / 64) deviations.
+template <int R> using Doubles = typename Each<R>::type;  // of R rows
+template <int R> struct Sums { Doubles<R> s, q; };        // of x - k and of its square
+
+template <class T, bool Center, int R, class Beside>
+INLINE Sums<R> sums(const T *const (&x)[R], int64_t n, const Scalar<T> (&k)[R],
+                    const Beside &beside) {
+  Total<Vector<T>> s[R] = {}, q[R] = {};
+  if (n < lanes<T>) {  // saves a fifth of the time of such a row
+    for (int r = 0; r < R; r++) {
+      const Vector<T> d = Center ? keep(load(x[r], n) - k[r], n) : load(x[r], n);
+      if (Center) s[r].s = fold(d);
+      q[r].s = fold(d * d);
+    }
+  } else {
+    add_sums<T, Center, R>(x, n, k, s, q, beside);
+  }
+  return {Center ? each_value(s) : Doubles<R>{}, each_value(q)};
+}
+
+// Rows whose guess was too far off.
+template <class T, int R>
+NOINLINE void sum_again(const T *const (&x)[R], int64_t n, Sums<R> &a, Scalar<T> (&hi)[R]) {
+  double s[R], q[R];
+  memcpy(s, &a.s, sizeof s);
+  memcpy(q, &a.q, sizeof q);
+  for (int r = 0; r < R; r++) {
+    if (!too_far<T>(s[r], q[r], (double)n)) continue;
+    hi[r] += (Scalar<T>)(s[r] / (double)n);
+    const Sums<1> again = sums<T, true, 1>({x[r]}, n, {hi[r]}, [](int64_t) {});
+    s[r] = again.s;
+    q[r] = again.q;
+  }
+  memcpy(&a.s, s, sizeof s);
+  memcpy(&a.q, q, sizeof q);
+}
+
 template <class T, bool Center, int R>
-INLINE Moments<T, R> moments(const Job &job, int64_t r) {
-  Moments<T, R> m;
-  Sums a[R];
+INLINE void guess(const Job &job, int64_t r, Scalar<T> (&hi)[R]) {
+  for (int k = 0; k < R; k++)
+    hi[k] = Center ? guess_mean((const T *)job.x + (r + k) * job.x_stride, job.n) : 0;
+}
+
+// One pass over each row, shifted by a guess of the mean, which m.hi is. The variance loses digits by
+// cancellation, one bit where the guess is a standard deviation off; beyond that a second pass follows,
+// for double, whose sums are no better than its result, beyond half of that. A second pass is enough:
+// the 64 elements of the guess belong to the row, so it is never off by more than sqrt(n / 64)
+// deviations. then(): what else is done while the sums are settled.
+template <class T, bool Center, int R, class Beside, class Then>
+INLINE void moments(const Job &job, int64_t r, Moments<T, R> &m, const Beside &beside,
+                    const Then &then) {
+  typedef Doubles<R> D;
   const int64_t n = job.n;
   const T *x[R];
   for (int k = 0; k < R; k++) x[k] = (const T *)job.x + (r + k) * job.x_stride;
-#pragma GCC unroll 1
-  for (int k = 0; k < R; k++) {
-    m.hi[k] = Center ? guess_mean(x[k], n) : 0;
-    a[k] = sums<T, Center>(x[k], n, m.hi[k]);
-    // (s / n)^2 <= variance (or a quarter of it), also false for a NaN
-    constexpr double factor = same<Scalar<T>, double> ? 5 : 2;
-    if (Center && __builtin_expect(!(factor * a[k].s * a[k].s <= (double)n * a[k].q), 0)) {
-      m.hi[k] += (Scalar<T>)(a[k].s / (double)n);
-      a[k] = sums<T, Center>(x[k], n, m.hi[k]);
-    }
-  }
-  m.redo = false;
-  // All rows at once: the latencies of the root and of the divisions overlap.
-  for (int k = 0; k < R; k++) {
-    const Settled<Scalar<T>> found =
-        settle<T, Center>(job.eps, m.hi[k], a[k], (double)n, job.divisor);
-    m.lo[k] = found.lo;
-    m.rstd[k] = found.rstd;
-    m.var[k] = found.var;
-    m.redo |= found.redo;
-  }
-  return m;
+  Sums<R> a = sums<T, Center, R>(x, n, m.hi, beside);
+  then();
+  if (Center && __builtin_expect(any(too_far<T>(a.s, a.q, (double)n)), 0))
+    sum_again<T, R>(x, n, a, m.hi);
+  m.redo = any(settle<D>(job, as_doubles(m.hi), a.s, a.q, {D{} + (double)n, D{} + job.divisor},
+                         m.lo, m.rstd, m.var));
 }
 
 // The constants of a row, broadcast.
@@ -376,51 +420,78 @@ __attribute__((noinline)) void forward_exact(const Job &job, const Affine &affin
 
 // ---- forward
 
-// While these rows are written, the next ones are fetched: up to a fifth faster where x is not in the
-// L2 cache. The address may lie behind the last row, which a prefetch may.
 template <class T> INLINE void prefetch(const T *p, int64_t i) {
   if (i % (64 / (int)sizeof(T)) == 0) __builtin_prefetch(p + i);
 }
 
-// R rows share the loads of weight and bias. Not inline: its loop needs all general registers.
-template <class T, bool Center, bool Rounded, int R>
-__attribute__((noinline)) void apply(const Job &job, const Affine &affine, int64_t r,
-                                     const Scalar<T> *hi, const Scalar<T> *lo,
-                                     const Scalar<T> *rstd) {
-  constexpr int W = lanes<T>;
+// Writes R rows, which share the loads of weight and bias.
+template <class T, bool Center, bool Rounded, int R> struct Writer {
   typedef Vector<T> V;
-  const Scalar<T> *w = (const Scalar<T> *)affine.weight, *b = (const Scalar<T> *)affine.bias;
+  typedef Scalar<T> C;
+  static constexpr int W = lanes<T>;
+  const C *const w, *const b;
+  const int64_t n, w_mask, b_mask;
   const T *x[R];
   T *y[R];
   Row<T> row[R];
-  for (int k = 0; k < R; k++) {
-    x[k] = (const T *)job.x + (r + k) * job.x_stride;
-    y[k] = (T *)job.y + (r + k) * job.y_stride;
-    row[k].set(hi[k], lo[k], rstd[k]);
-  }
-  const int64_t n = job.n, w_mask = -affine.weight_step, b_mask = -affine.bias_step;
-  const int64_t ahead = R * job.x_stride;
-  const bool fetched = !job.singly;
-  bool streamed = job.streamed;
-  for (int k = 0; k < R; k++) streamed &= can_stream(y[k]);
-  int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    const V weight = load(w + (i & w_mask)), bias = load(b + (i & b_mask));
+  INLINE Writer(const Job &job, const Affine &affine, int64_t r, const Moments<T, R> &m)
+      : w((const C *)affine.weight), b((const C *)affine.bias), n(job.n),
+        w_mask(-affine.weight_step), b_mask(-affine.bias_step) {
     for (int k = 0; k < R; k++) {
-      if (fetched) prefetch(x[k] + ahead, i);
-      V v = standardize<T, Center>(load(x[k] + i), row[k]);
-      if (Rounded) v = round_as<T>(v);
-      write(y[k] + i, fma(v, weight, bias), streamed);
+      x[k] = (const T *)job.x + (r + k) * job.x_stride;
+      y[k] = (T *)job.y + (r + k) * job.y_stride;
+      row[k].set(m.hi[k], m.lo[k], m.rstd[k]);
     }
   }
-  if (i < n) {
+  INLINE V value(V x, const Row<T> &row, V weight, V bias) const {
+    V v = standardize<T, Center>(x, row);
+    if (Rounded) v = round_as<T>(v);
+    return fma(v, weight, bias);
+  }
+  INLINE void four(int64_t i) const {
+    const C *const weights = w + (i & w_mask), *const biases = b + (i & b_mask);
+    for (int j = 0; j < 4 * W; j += W) {
+      const V weight = load(weights + j), bias = load(biases + j);
+      for (int k = 0; k < R; k++)
+        store(y[k] + i + j, value(load(x[k] + i + j), row[k], weight, bias));
+    }
+  }
+  INLINE void rest(int64_t i, int64_t ahead, bool streamed) const {
+    for (; i + W <= n; i += W) {
+      const V weight = load(w + (i & w_mask)), bias = load(b + (i & b_mask));
+      for (int k = 0; k < R; k++) {
+        if (ahead) prefetch(x[k] + ahead, i);
+        write(y[k] + i, value(load(x[k] + i), row[k], weight, bias), streamed);
+      }
+    }
+    if (i == n) return;
     const V weight = load(w + (i & w_mask), n - i), bias = load(b + (i & b_mask), n - i);
-    for (int k = 0; k < R; k++) {
-      V v = standardize<T, Center>(load(x[k] + i, n - i), row[k]);
-      if (Rounded) v = round_as<T>(v);
-      store(y[k] + i, fma(v, weight, bias), n - i);
-    }
+    for (int k = 0; k < R; k++)
+      store(y[k] + i, value(load(x[k] + i, n - i), row[k], weight, bias), n - i);
   }
+};
+// Not inline: its loop needs all general registers. While these rows are written, the next ones are
+// fetched: up to a fifth faster where x is in no cache. The address may lie behind the last row, which a
+// prefetch may.
+template <class T, bool Center, bool Rounded, int R>
+NOINLINE void apply(const Job &job, const Affine &affine, int64_t r, const Moments<T, R> &m) {
+  const Writer<T, Center, Rounded, R> writer(job, affine, r, m);
+  bool streamed = job.streamed;
+  for (int k = 0; k < R; k++) streamed &= can_stream(writer.y[k]);
+  writer.rest(0, job.fetched ? R * job.x_stride : 0, streamed);
+}
+// The same, and the moments of the next rows: the one waits for memory, the other computes. m.hi is
+// a guess for those behind then, if there are more.
+template <class T, bool Center, bool Rounded, int R>
+NOINLINE void apply_and_measure(const Job &job, const Affine &affine, int64_t r, Moments<T, R> &m,
+                                Moments<T, R> &next, bool more) {
+  const Writer<T, Center, Rounded, R> writer(job, affine, r, m);
+  moments<T, Center, R>(
+      job, r + R, next, [&](int64_t i) __attribute__((always_inline)) { writer.four(i); },
+      [&]() __attribute__((always_inline)) {
+        if (more) guess<T, Center, R>(job, r + 2 * R, m.hi);
+      });
+  writer.rest(job.n & -4 * lanes<T>, 0, false);
 }
 
 template <class T, int R> INLINE void save(const Job &job, int64_t r, const Moments<T, R> &m) {
@@ -433,25 +504,44 @@ template <class T, int R> INLINE void save(const Job &job, int64_t r, const Mome
   for (int k = 0; job.var && k < R; k++) job.var[r + k] = m.var[k];
 }
 
+template <class T, bool Center, int R>
+NOINLINE void measure(const Job &job, int64_t r, Moments<T, R> &m) {
+  guess<T, Center, R>(job, r, m.hi);
+  moments<T, Center, R>(job, r, m, [](int64_t) {}, [] {});
+}
+
 template <class T, bool Center, bool Rounded>
-__attribute__((noinline)) void forward_row(const Job &job, const Affine &affine, int64_t r) {
-  Moments<T, 1> m = moments<T, Center, 1>(job, r);
+NOINLINE void forward_row(const Job &job, const Affine &affine, int64_t r) {
+  Moments<T, 1> m;
+  measure<T, Center, 1>(job, r, m);
   if (m.redo) forward_exact<T>(job, affine, r, m);
-  else if (job.y) apply<T, Center, Rounded, 1>(job, affine, r, m.hi, m.lo, m.rstd);
+  else if (job.y) apply<T, Center, Rounded, 1>(job, affine, r, m);
   save(job, r, m);
 }
 
 template <class T, bool Center, bool Rounded>
 void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
-  for (; r + R <= end && !job.singly; r += R) {
-    const Moments<T, R> m = moments<T, Center, R>(job, r);
-    if (__builtin_expect(m.redo, 0)) {
-      for (int k = 0; k < R; k++) forward_row<T, Center, Rounded>(job, affine, r + k);
-      continue;
+  const int64_t last = job.singly ? r - 1 : end - (end - r) % R - R;
+  const bool overlapped = job.y && !job.fetched && !job.streamed;
+  if (r <= last) {
+    Moments<T, R> of[2];  // these rows and the next ones: to copy them would be to wait for them
+    int now = 0;
+    measure<T, Center, R>(job, r, of[now]);
+    if (r < last) guess<T, Center, R>(job, r + R, of[!now].hi);
+    for (; r <= last; r += R, now = !now) {
+      Moments<T, R> &m = of[now], &next = of[!now];
+      const bool safe = __builtin_expect(!m.redo, 1), more = r + R < last;
+      if (safe) save(job, r, m);
+      if (safe && overlapped && r < last) {
+        apply_and_measure<T, Center, Rounded, R>(job, affine, r, m, next, more);
+        continue;
+      }
+      for (int k = 0; k < R && !safe; k++) forward_row<T, Center, Rounded>(job, affine, r + k);
+      if (safe && job.y) apply<T, Center, Rounded, R>(job, affine, r, m);
+      if (r < last) measure<T, Center, R>(job, r + R, next);
+      if (more && overlapped) guess<T, Center, R>(job, r + 2 * R, m.hi);
     }
-    if (job.y) apply<T, Center, Rounded, R>(job, affine, r, m.hi, m.lo, m.rstd);
-    save(job, r, m);
   }
   for (; r < end; r++) forward_row<T, Center, Rounded>(job, affine, r);
 }
@@ -715,7 +805,7 @@ void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t 
       m.hi[0] = stats[0], m.lo[0] = stats[job.rows], m.rstd[0] = stats[2 * job.rows];
       m.redo = !stats_are_safe<T>(job, r);
     } else {
-      m = moments<T, Center, 1>(job, r);
+      measure<T, Center, 1>(job, r, m);
     }
     if (m.redo) {
       forward_exact<T>(job, affine, r, m);
@@ -1017,9 +1107,16 @@ template <class C> void widen(int32_t dtype, const void *p, int64_t n, double of
   by_type(dtype, [&](auto type) { widen((const decltype(type) *)p, n, offset, out); });
 }
 
-alignas(64) const float float_ones[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-alignas(64) const double double_ones[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-alignas(64) const double zeros[8] = {};
+// Four vectors are read at once.
+template <class C> struct Ones {
+  C v[4 * lanes<C>];
+  constexpr Ones() : v() {
+    for (C &one : v) one = 1;
+  }
+};
+alignas(VB) constexpr Ones<float> float_ones;
+alignas(VB) constexpr Ones<double> double_ones;
+alignas(VB) constexpr double zeros[4 * lanes<double>] = {};
 
 bool weight_changes(const Job &job) {
   const int32_t computed_in = job.dtype == F64 ? F64 : F32;
@@ -1051,8 +1148,8 @@ template <class C> void prepare(const Job &job, C *scratch, const C *ones, Affin
   }
 }
 void prepare(const Job *job, void *scratch, Affine *affine) {
-  if (job->dtype == F64) prepare(*job, (double *)scratch, double_ones, *affine);
-  else prepare(*job, (float *)scratch, float_ones, *affine);
+  if (job->dtype == F64) prepare(*job, (double *)scratch, double_ones.v, *affine);
+  else prepare(*job, (float *)scratch, float_ones.v, *affine);
 }
 
 // Columns merged at once. The pitch is a multiple of it, so that the last ones need no tail.

@@ -449,11 +449,11 @@ template <class T> struct OfLanes {
   NOINLINE bool settle_lanes(Unit &u, const double *s, const double *q, double *var) const {
     constexpr int D = lanes<double>;
     constexpr bool Quick = same<C, float>;
-    Sizes<Quick> sizes(task, broadcast(task.mask ? 0.0 : (double)nest.group_size));
+    auto sizes = sizes_of<Quick>(task, broadcast(task.mask ? 0.0 : (double)nest.group_size));
     vl unsafe = {};
     for (int64_t j = 0; j < round_up(u.lanes, D); j += D) {
       const vd count = load(u.count + j);
-      if (task.mask) sizes = Sizes<Quick>(task, count);
+      if (task.mask) sizes = sizes_of<Quick>(task, count);
       const vl redo = settle_some(task, load(s + j), load(q + j), sizes, u.k + j, u.hi + j,
                                   u.lo + j, u.rstd + j, var + j) & (count > vd{});
       unsafe |= redo;

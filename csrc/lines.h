@@ -240,7 +240,7 @@ template <class T> struct OfLines {
     u.part[part][1] = q.value();
   }
 
-  Sums merged(const Unit &u, int64_t parts) const {
+  Sums<1> merged(const Unit &u, int64_t parts) const {
     if (parts == 1) return {u.part[0][0], u.part[0][1]};
     Compensated s, q;
     for (int64_t p = 0; p < parts; p++) s.add(u.part[p][0]), q.add(u.part[p][1]);
@@ -248,22 +248,19 @@ template <class T> struct OfLines {
   }
 
   NOINLINE int finish(const Place &at, Unit &u) const {
-    const Sums a = merged(u, nest.measured.parts);
+    const Sums<1> a = merged(u, nest.measured.parts);
     const double count = u.count > 0 ? u.count : 1;
-    constexpr double factor = same<C, double> ? 5 : 2;  // as in moments
-    if (center && u.passes++ == 0 && !(factor * a.s * a.s <= count * a.q)) {
+    if (center && u.passes++ == 0 && too_far<T>(a.s, a.q, count)) {
       u.k += (C)(a.s / count);
       return 1;
     }
     const double divisor = divisor_of(task, u.count);
-    const Settled<C> found = center ? settle<T, true>(job.eps, u.k, a, count, divisor)
-                                    : settle<T, false>(job.eps, 0, {0, a.q}, count, divisor);
+    double var;
     u.hi = u.k;
-    u.lo = found.lo;
-    u.rstd = found.rstd;
+    const bool redo = any(settle<double>(job, u.k, center ? a.s : 0, a.q, {count, divisor}, &u.lo,
+                                         &u.rstd, &var));
     u.shift = -u.lo * u.rstd;
-    double var = found.var;
-    u.unsafe = u.repair = found.redo && u.count > 0;
+    u.unsafe = u.repair = redo && u.count > 0;
     if (u.unsafe) {
       const Exact<T> exact = exact_group<T>(task, at, 0, nest.applied.n, u.count);
       exact.save(&u.hi, &u.lo, &u.rstd);
@@ -309,7 +306,7 @@ template <class T> struct OfLines {
     const double size = (double)nest.group_size;
     if (Center && __builtin_expect(is_far(sums, squares), 0)) {
       for (int k = 0; k < count; k++) {
-        if (!is_far(sums[k], squares[k])) continue;
+        if (!too_far<T>(sums[k], squares[k], (double)nest.group_size)) continue;
         u.k[k] += (C)(sums[k] / size);
         Total<V> again[2] = {};
         each_line(lines, at[k], 0, lines.count, [&](const Place &p, int64_t) {
@@ -319,7 +316,7 @@ template <class T> struct OfLines {
         squares[k] = again[1].value();
       }
     }
-    const Sizes<false> sizes(task, broadcast(size));
+    const auto sizes = sizes_of<false>(task, broadcast(size));
     vl redo = {};
     for (int j = 0; j < BATCH; j += D) {
       redo |= settle_some(task, load(sums + j), load(squares + j), sizes, u.k + j,
@@ -332,14 +329,9 @@ template <class T> struct OfLines {
       save_statistics(task, at[k].at[STATS], u.hi[k], u.lo[k], u.rstd[k], var[k], size);
     return true;
   }
-  // As in moments.
-  bool is_far(double sum, double squares) const {
-    constexpr double factor = same<C, double> ? 5 : 2;
-    return !(factor * sum * sum <= (double)nest.group_size * squares);
-  }
   bool is_far(const double *sum, const double *squares) const {
     bool far = false;
-    for (int k = 0; k < BATCH; k++) far |= is_far(sum[k], squares[k]);
+    for (int k = 0; k < BATCH; k++) far |= too_far<T>(sum[k], squares[k], (double)nest.group_size);
     return far;
   }
   // One line of each unit, so far from the first one.
@@ -787,7 +779,7 @@ template <class T> struct OfLines {
   NOINLINE int finish_backward(const Place &at, Unit &u, int64_t unit) const {
     if (u.unsafe && task.sums) add_exact(at, u, unit);
     if (task.running_mean) return u.repair ? 2 : 0;
-    const Sums a = merged(u, nest.applied.parts);
+    const Sums<1> a = merged(u, nest.applied.parts);
     const double count = u.count > 0 ? u.count : 1;
     u.mean = center ? -(C)((double)u.first + a.s / count) : C(0);
     u.slope = -(C)(a.q / divisor_of(task, u.count));

@@ -180,43 +180,20 @@ inline double divisor_of(const Task &task, double count) {
   return free > 0 ? free : 1;
 }
 
-// What the sums of groups are divided by, one group in each lane: their valid elements, and those less
-// the correction. Quick: multiplied by the reciprocals, taken once for groups of one size.
-template <bool Quick> struct Sizes {
-  vd count, free;
-  INLINE Sizes(const Task &task, vd valid) {
-    const vd zero = {}, one = broadcast(1.0), left = valid - task.correction;
-    count = valid > zero ? valid : one;
-    free = left > zero ? left : one;
-    if (Quick) count = one / count, free = one / free;
-  }
-  static INLINE vd divide(vd sum, vd by) { return Quick ? sum * by : sum / by; }
-};
+// What the sums of groups are divided by, where so many elements of each are valid.
+template <bool Quick> INLINE Sizes<vd, Quick> sizes_of(const Task &task, vd valid) {
+  const vd zero = {}, one = broadcast(1.0), left = valid - task.correction;
+  return {valid > zero ? valid : one, left > zero ? left : one};
+}
 
 // settle for as many groups as a vector of doubles has lanes: hi, lo, rstd and the variance of each
 // from the sums around k; which are out of the range of C. Quick: not to the same bits, but as good in
 // floats.
 template <bool Quick, class C>
-INLINE vl settle_some(const Task &task, vd sum, vd q, const Sizes<Quick> &sizes, const C *k, C *hi,
+INLINE vl settle_some(const Task &task, vd sum, vd q, const Sizes<vd, Quick> &sizes, const C *k, C *hi,
                       C *lo, C *rstd, double *var) {
-  const vd zero = {};
-  const vd mean = sizes.divide(sum, sizes.count);
-  const vd squares = q - sum * mean;
-  const vd v = sizes.divide(squares < zero ? zero : squares, sizes.free);
   const vd high = store_rounded(hi, load_as_double(k));
-  store_rounded(lo, mean);
-  const vd root = store_rounded(rstd, reciprocal_root<Quick>(v + task.job->eps));
-  store(var, v);
-  vl redo = (v - v != zero) | ((root < (double)least_normal<C>) & (root >= zero));
-  if (task.job->eps < tiny<C>) redo |= v < tiny<C>;
-  if (task.job->center)
-    redo |= ((magnitude(high + mean) < tiny<C>) & ((high != zero) | (mean != zero))) |
-            ((mean == zero) & (sum != zero));
-  return redo;
-}
-INLINE bool any(vl v) {
-  for (int i = 1; i < lanes<double>; i++) v[0] |= v[i];
-  return v[0] != 0;
+  return settle(*task.job, high, sum, q, sizes, lo, rstd, var);
 }
 
 // ---- a line: the statistics are one for all, or one for each element (PerLane)

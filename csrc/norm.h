@@ -38,6 +38,7 @@ struct Job {
   int32_t rounded;       // 1: xhat is rounded to dtype before the affine map
   int32_t streamed;      // 1: y or dx is written past the caches, where its lines stand well
   int32_t singly;        // 1: one row or group is read after another, and nothing is fetched ahead
+  int32_t fetched;       // 1: what is read later is fetched meanwhile
   int32_t activation;    // forward
   int32_t alone;         // forward, 1: no backward follows, though statistics are wanted
   double eps;
@@ -70,7 +71,7 @@ struct Job {
 };
 
 // Weight and bias as the kernels read them: in the compute type, weight_offset added. Step 1, or 0
-// for a parameter that is missing: one vector of ones or zeros, read again and again.
+// for a parameter that is missing: four vectors of ones or zeros, read again and again.
 struct Affine {
   const void *weight, *bias;
   int64_t weight_step, bias_step;

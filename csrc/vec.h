@@ -392,21 +392,11 @@ INLINE vd square_root(vd v) {
   return v;
 #endif
 }
-// 0 of 0. Quick: two steps of Newton's method bring the 14 bits of an estimate to almost all of double's.
-template <bool Quick> INLINE vd reciprocal_root(vd v) {
-  const vd zero = {}, one = broadcast(1.0);
-#if defined(__AVX512F__)
-  if (Quick) {
-    const vd half = v * 0.5, more = broadcast(1.5);
-    vd root = (vd)_mm512_rsqrt14_pd((__m512d)v);
-    for (int step = 0; step < 2; step++) root *= more - half * root * root;
-    return v == zero ? zero : root;
-  }
-#endif
-  const vd root = square_root(v);
-  return root == zero ? zero : one / root;
-}
 INLINE vd magnitude(vd v) { return (vd)((vl)v & INT64_MAX); }
+INLINE bool any(vl v) {
+  for (int i = 1; i < lanes<double>; i++) v[0] |= v[i];
+  return v[0] != 0;
+}
 
 // ---- sums
 
@@ -479,6 +469,74 @@ INLINE vd sum_each(const vd v[lanes<double>]) {
   vd sums;
   for (int j = 0; j < lanes<double>; j++) sums[j] = sum(v[j]);
   return sums;
+#endif
+}
+
+// ---- a double, and two of them: what two rows have
+
+INLINE double store_rounded(double *p, double v) { return *p = v; }
+INLINE double store_rounded(float *p, double v) { return *p = (float)v; }
+INLINE double square_root(double v) { return __builtin_sqrt(v); }
+INLINE double magnitude(double v) { return __builtin_fabs(v); }
+INLINE bool any(bool v) { return v; }
+template <int R> struct Each { typedef double type; };
+
+#if VB > 16
+typedef double v2 __attribute__((vector_size(16)));
+typedef int64_t l2 __attribute__((vector_size(16)));
+
+INLINE v2 store_rounded(double *p, v2 v) {
+  memcpy(p, &v, sizeof v);
+  return v;
+}
+INLINE v2 store_rounded(float *p, v2 v) {
+  typedef float f2 __attribute__((vector_size(8)));
+  const f2 rounded = __builtin_convertvector(v, f2);
+  memcpy(p, &rounded, sizeof rounded);
+  return __builtin_convertvector(rounded, v2);
+}
+INLINE v2 square_root(v2 v) { return (v2)_mm_sqrt_pd((__m128d)v); }
+INLINE v2 magnitude(v2 v) { return (v2)((l2)v & INT64_MAX); }
+INLINE bool any(l2 v) { return (v[0] | v[1]) != 0; }
+#else
+typedef vd v2;
+typedef vl l2;
+#endif
+template <> struct Each<2> { typedef v2 type; };
+template <class C> INLINE double as_doubles(const C (&p)[1]) { return (double)p[0]; }
+template <class C> INLINE v2 as_doubles(const C (&p)[2]) { return v2{(double)p[0], (double)p[1]}; }
+
+// 0 of 0. Quick: two steps of Newton's method bring the 14 bits of an estimate to almost all of double's.
+template <bool Quick = false, class D> INLINE D reciprocal_root(D v) {
+  const D zero = {};
+#if defined(__AVX512F__)
+  if constexpr (Quick) {
+    const vd half = v * 0.5, more = broadcast(1.5);
+    vd root = (vd)_mm512_rsqrt14_pd((__m512d)v);
+    for (int step = 0; step < 2; step++) root *= more - half * root * root;
+    return v == zero ? zero : root;
+  }
+#endif
+  const D root = square_root(v);
+  return root == zero ? zero : 1.0 / root;
+}
+
+// The sums of two vectors, each to the bits of sum(vd).
+INLINE v2 sum_two(vd a, vd b) {
+#if defined(__AVX__)
+#if defined(__AVX512F__)
+  const auto quarters = [](vd v) __attribute__((always_inline)) {
+    return _mm256_add_pd(_mm512_castpd512_pd256((__m512d)v), _mm512_extractf64x4_pd((__m512d)v, 1));
+  };
+#else
+  const auto quarters = [](vd v) __attribute__((always_inline)) { return (__m256d)v; };
+#endif
+  const auto halves = [](__m256d v) __attribute__((always_inline)) {
+    return _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+  };
+  return (v2)_mm_hadd_pd(halves(quarters(a)), halves(quarters(b)));
+#else
+  return v2{sum(a), sum(b)};
 #endif
 }
 
@@ -558,6 +616,12 @@ template <> struct Total<vd> {
   INLINE vd each() const { return s - s == vd{} ? s + rest : s; }
 };
 
+// The value of one, and the values of two.
+template <class V> INLINE double each_value(const Total<V> (&t)[1]) { return t[0].value(); }
+INLINE v2 each_value(const Total<vf> (&t)[2]) { return sum_two(t[0].s, t[1].s); }
+INLINE v2 each_value(const Total<vd> (&t)[2]) {
+  return sum_two(t[0].s, t[1].s) + sum_two(t[0].rest, t[1].rest);
+}
 // The values of as many totals as a vector of doubles has lanes.
 INLINE vd values(const Total<vf> t[lanes<double>]) {
   vd s[lanes<double>];
