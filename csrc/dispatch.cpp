@@ -188,7 +188,7 @@ void set_access(Job &job, int64_t elements, const Written &how, bool masked = fa
   const int64_t bytes = elements * element_size(job.dtype);
   job.streamed = !masked && streams(job, bytes, how);
   job.singly = bytes >= single_limit.load(std::memory_order_relaxed);
-  job.fetched = !job.singly && bytes >= 6 << 20;
+  job.overlapped = job.y && !job.streamed && !job.singly && bytes < 6 << 20;
 }
 
 // ---- the chunks of backward

@@ -172,66 +172,77 @@ INLINE auto settle(const Job &job, D hi, D s, D q, const Sizes<D, Quick> &sizes,
   return redo;
 }
 
-template <int R> using Doubles = typename Each<R>::type;  // of R rows
-template <int R> struct Sums { Doubles<R> s, q; };        // of x - k and of its square
-
 template <class T, bool Center, int R, class Beside>
-INLINE Sums<R> sums(const T *const (&x)[R], int64_t n, const Scalar<T> (&k)[R],
-                    const Beside &beside) {
-  Total<Vector<T>> s[R] = {}, q[R] = {};
-  if (n < lanes<T>) {  // saves a fifth of the time of such a row
-    for (int r = 0; r < R; r++) {
-      const Vector<T> d = Center ? keep(load(x[r], n) - k[r], n) : load(x[r], n);
-      if (Center) s[r].s = fold(d);
-      q[r].s = fold(d * d);
-    }
-  } else {
-    add_sums<T, Center, R>(x, n, k, s, q, beside);
+INLINE void add_rows(const T *const (&x)[R], int64_t n, const Scalar<T> (&k)[R],
+                     Total<Vector<T>> (&s)[R], Total<Vector<T>> (&q)[R], const Beside &beside) {
+  if (n >= lanes<T>) return add_sums<T, Center, R>(x, n, k, s, q, beside);
+  for (int r = 0; r < R; r++) {  // saves a fifth of the time of such a row
+    const Vector<T> d = Center ? keep(load(x[r], n) - k[r], n) : load(x[r], n);
+    if (Center) s[r].s = fold(d);
+    q[r].s = fold(d * d);
   }
-  return {Center ? each_value(s) : Doubles<R>{}, each_value(q)};
 }
 
-// Rows whose guess was too far off.
-template <class T, int R>
-NOINLINE void sum_again(const T *const (&x)[R], int64_t n, Sums<R> &a, Scalar<T> (&hi)[R]) {
-  double s[R], q[R];
-  memcpy(s, &a.s, sizeof s);
-  memcpy(q, &a.q, sizeof q);
-  for (int r = 0; r < R; r++) {
-    if (!too_far<T>(s[r], q[r], (double)n)) continue;
-    hi[r] += (Scalar<T>)(s[r] / (double)n);
-    const Sums<1> again = sums<T, true, 1>({x[r]}, n, {hi[r]}, [](int64_t) {});
-    s[r] = again.s;
-    q[r] = again.q;
-  }
-  memcpy(&a.s, s, sizeof s);
-  memcpy(&a.q, q, sizeof q);
+template <class T> INLINE const T *row_of(const Job &job, int64_t r) {
+  return (const T *)job.x + r * job.x_stride;
 }
 
 template <class T, bool Center, int R>
 INLINE void guess(const Job &job, int64_t r, Scalar<T> (&hi)[R]) {
-  for (int k = 0; k < R; k++)
-    hi[k] = Center ? guess_mean((const T *)job.x + (r + k) * job.x_stride, job.n) : 0;
+  for (int k = 0; k < R; k++) hi[k] = Center ? guess_mean(row_of<T>(job, r + k), job.n) : 0;
 }
 
-// One pass over each row, shifted by a guess of the mean, which m.hi is. The variance loses digits by
+// Rows whose guess was too far off.
+template <class T, int R, class D>
+NOINLINE void sum_again(const Job &job, int64_t row, D (&sums)[2], Scalar<T> (&hi)[R]) {
+  double s[2][R];
+  memcpy(s, sums, sizeof s);
+  for (int r = 0; r < R; r++) {
+    if (!too_far<T>(s[0][r], s[1][r], (double)job.n)) continue;
+    hi[r] += (Scalar<T>)(s[0][r] / (double)job.n);
+    Total<Vector<T>> again[2][1] = {};
+    add_rows<T, true, 1>({row_of<T>(job, row + r)}, job.n, {hi[r]}, again[0], again[1],
+                         [](int64_t) {});
+    for (int i = 0; i < 2; i++) s[i][r] = each_value(again[i]);
+  }
+  memcpy(sums, s, sizeof s);
+}
+
+// The moments of rows from their sums around m.hi, a guess of the mean. The variance loses digits by
 // cancellation, one bit where the guess is a standard deviation off; beyond that a second pass follows,
 // for double, whose sums are no better than its result, beyond half of that. A second pass is enough:
 // the 64 elements of the guess belong to the row, so it is never off by more than sqrt(n / 64)
-// deviations. then(): what else is done while the sums are settled.
-template <class T, bool Center, int R, class Beside, class Then>
-INLINE void moments(const Job &job, int64_t r, Moments<T, R> &m, const Beside &beside,
-                    const Then &then) {
-  typedef Doubles<R> D;
-  const int64_t n = job.n;
-  const T *x[R];
-  for (int k = 0; k < R; k++) x[k] = (const T *)job.x + (r + k) * job.x_stride;
-  Sums<R> a = sums<T, Center, R>(x, n, m.hi, beside);
-  then();
-  if (Center && __builtin_expect(any(too_far<T>(a.s, a.q, (double)n)), 0))
-    sum_again<T, R>(x, n, a, m.hi);
-  m.redo = any(settle<D>(job, as_doubles(m.hi), a.s, a.q, {D{} + (double)n, D{} + job.divisor},
-                         m.lo, m.rstd, m.var));
+// deviations.
+template <class T, bool Center, int R>
+INLINE void settle_rows(const Job &job, int64_t r, const Total<Vector<T>> (&s)[R],
+                        const Total<Vector<T>> (&q)[R], Moments<T, R> &m) {
+  typedef typename Each<R>::type D;
+  const double n = (double)job.n;
+  D sum = Center ? each_value(s) : D{}, square = each_value(q);
+  if (Center && __builtin_expect(any(too_far<T>(sum, square, n)), 0)) {
+    D again[2] = {sum, square};
+    sum_again<T, R>(job, r, again, m.hi);
+    sum = again[0];
+    square = again[1];
+  }
+  m.redo = any(settle<D>(job, as_doubles(m.hi), sum, square, {D{} + n, D{} + job.divisor}, m.lo,
+                         m.rstd, m.var));
+}
+
+// One row after the other: where they come from memory, two at once would come later.
+template <class T, bool Center, int R>
+INLINE void measure(const Job &job, int64_t r, Moments<T, R> &m) {
+  Total<Vector<T>> s[R], q[R];
+#pragma GCC unroll 1
+  for (int k = 0; k < R; k++) {
+    const T *const x = row_of<T>(job, r + k);
+    Total<Vector<T>> of_row[2][1] = {};
+    m.hi[k] = Center ? guess_mean(x, job.n) : 0;
+    add_rows<T, Center, 1>({x}, job.n, {m.hi[k]}, of_row[0], of_row[1], [](int64_t) {});
+    s[k] = of_row[0][0];
+    q[k] = of_row[1][0];
+  }
+  settle_rows<T, Center, R>(job, r, s, q, m);
 }
 
 // The constants of a row, broadcast.
@@ -438,7 +449,7 @@ template <class T, bool Center, bool Rounded, int R> struct Writer {
       : w((const C *)affine.weight), b((const C *)affine.bias), n(job.n),
         w_mask(-affine.weight_step), b_mask(-affine.bias_step) {
     for (int k = 0; k < R; k++) {
-      x[k] = (const T *)job.x + (r + k) * job.x_stride;
+      x[k] = row_of<T>(job, r + k);
       y[k] = (T *)job.y + (r + k) * job.y_stride;
       row[k].set(m.hi[k], m.lo[k], m.rstd[k]);
     }
@@ -478,7 +489,7 @@ NOINLINE void apply(const Job &job, const Affine &affine, int64_t r, const Momen
   const Writer<T, Center, Rounded, R> writer(job, affine, r, m);
   bool streamed = job.streamed;
   for (int k = 0; k < R; k++) streamed &= can_stream(writer.y[k]);
-  writer.rest(0, job.fetched ? R * job.x_stride : 0, streamed);
+  writer.rest(0, job.singly ? 0 : R * job.x_stride, streamed);
 }
 // The same, and the moments of the next rows: the one waits for memory, the other computes. m.hi is
 // a guess for those behind then, if there are more.
@@ -486,11 +497,14 @@ template <class T, bool Center, bool Rounded, int R>
 NOINLINE void apply_and_measure(const Job &job, const Affine &affine, int64_t r, Moments<T, R> &m,
                                 Moments<T, R> &next, bool more) {
   const Writer<T, Center, Rounded, R> writer(job, affine, r, m);
-  moments<T, Center, R>(
-      job, r + R, next, [&](int64_t i) __attribute__((always_inline)) { writer.four(i); },
-      [&]() __attribute__((always_inline)) {
-        if (more) guess<T, Center, R>(job, r + 2 * R, m.hi);
-      });
+  const T *x[R];
+  for (int k = 0; k < R; k++) x[k] = row_of<T>(job, r + R + k);
+  Total<Vector<T>> s[R] = {}, q[R] = {};
+  add_rows<T, Center, R>(x, job.n, next.hi, s, q, [&](int64_t i) __attribute__((always_inline)) {
+    writer.four(i);
+  });
+  if (more) guess<T, Center, R>(job, r + 2 * R, m.hi);
+  settle_rows<T, Center, R>(job, r + R, s, q, next);
   writer.rest(job.n & -4 * lanes<T>, 0, false);
 }
 
@@ -504,46 +518,58 @@ template <class T, int R> INLINE void save(const Job &job, int64_t r, const Mome
   for (int k = 0; job.var && k < R; k++) job.var[r + k] = m.var[k];
 }
 
-template <class T, bool Center, int R>
-NOINLINE void measure(const Job &job, int64_t r, Moments<T, R> &m) {
-  guess<T, Center, R>(job, r, m.hi);
-  moments<T, Center, R>(job, r, m, [](int64_t) {}, [] {});
+// R rows whose moments are known.
+template <class T, bool Center, bool Rounded, int R>
+INLINE void finish_block(const Job &job, const Affine &affine, int64_t r, Moments<T, R> &m);
+template <class T, bool Center, bool Rounded, int R>
+NOINLINE void forward_block(const Job &job, const Affine &affine, int64_t r) {
+  Moments<T, R> m;
+  measure<T, Center, R>(job, r, m);
+  finish_block<T, Center, Rounded, R>(job, affine, r, m);
 }
-
-template <class T, bool Center, bool Rounded>
-NOINLINE void forward_row(const Job &job, const Affine &affine, int64_t r) {
-  Moments<T, 1> m;
-  measure<T, Center, 1>(job, r, m);
-  if (m.redo) forward_exact<T>(job, affine, r, m);
-  else if (job.y) apply<T, Center, Rounded, 1>(job, affine, r, m);
+template <class T, bool Center, bool Rounded, int R>
+INLINE void finish_block(const Job &job, const Affine &affine, int64_t r, Moments<T, R> &m) {
+  if constexpr (R > 1) {
+    if (__builtin_expect(m.redo, 0)) {
+      for (int k = 0; k < R; k++) forward_block<T, Center, Rounded, 1>(job, affine, r + k);
+      return;
+    }
+  } else if (m.redo) {
+    forward_exact<T>(job, affine, r, m);
+  }
+  if (job.y && !m.redo) apply<T, Center, Rounded, R>(job, affine, r, m);
   save(job, r, m);
 }
 
+// Blocks of R rows; the moments of the next one are taken while one is written. To the first row that
+// is left.
+template <class T, bool Center, bool Rounded, int R>
+int64_t forward_overlapped(const Job &job, const Affine &affine, int64_t r, int64_t end) {
+  const int64_t last = end - (end - r) % R - R;
+  Moments<T, R> of[2];  // this block and the next one: to copy them would be to wait for them
+  bool known = false;
+  for (int now = 0; r <= last; r += R, now = !now) {
+    Moments<T, R> &m = of[now], &next = of[!now];
+    if (!known) {
+      measure<T, Center, R>(job, r, m);
+      if (r < last) guess<T, Center, R>(job, r + R, next.hi);
+    }
+    known = r < last && !m.redo;
+    if (known) {
+      save(job, r, m);
+      apply_and_measure<T, Center, Rounded, R>(job, affine, r, m, next, r + R < last);
+    } else {
+      finish_block<T, Center, Rounded, R>(job, affine, r, m);
+    }
+  }
+  return r;
+}
 template <class T, bool Center, bool Rounded>
 void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
-  const int64_t last = job.singly ? r - 1 : end - (end - r) % R - R;
-  const bool overlapped = job.y && !job.fetched && !job.streamed;
-  if (r <= last) {
-    Moments<T, R> of[2];  // these rows and the next ones: to copy them would be to wait for them
-    int now = 0;
-    measure<T, Center, R>(job, r, of[now]);
-    if (r < last) guess<T, Center, R>(job, r + R, of[!now].hi);
-    for (; r <= last; r += R, now = !now) {
-      Moments<T, R> &m = of[now], &next = of[!now];
-      const bool safe = __builtin_expect(!m.redo, 1), more = r + R < last;
-      if (safe) save(job, r, m);
-      if (safe && overlapped && r < last) {
-        apply_and_measure<T, Center, Rounded, R>(job, affine, r, m, next, more);
-        continue;
-      }
-      for (int k = 0; k < R && !safe; k++) forward_row<T, Center, Rounded>(job, affine, r + k);
-      if (safe && job.y) apply<T, Center, Rounded, R>(job, affine, r, m);
-      if (r < last) measure<T, Center, R>(job, r + R, next);
-      if (more && overlapped) guess<T, Center, R>(job, r + 2 * R, m.hi);
-    }
-  }
-  for (; r < end; r++) forward_row<T, Center, Rounded>(job, affine, r);
+  if (job.overlapped) r = forward_overlapped<T, Center, Rounded, R>(job, affine, r, end);
+  for (; r + R <= end && !job.singly; r += R) forward_block<T, Center, Rounded, R>(job, affine, r);
+  for (; r < end; r++) forward_block<T, Center, Rounded, 1>(job, affine, r);
 }
 
 template <class T, bool Center, bool Rounded>
@@ -556,7 +582,7 @@ void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) 
   constexpr int R = 2;
   const Dropout dropout(job);
   Job norm = job;
-  norm.singly = 0;  // they are in the cache
+  norm.singly = norm.overlapped = 0;      // they are in the cache
   norm.streamed = job.streamed && job.h;  // in place of h, y is in the cache
   norm.x = job.h ? job.h : job.y;
   norm.x_stride = job.h ? job.h_stride : job.y_stride;

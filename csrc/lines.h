@@ -240,7 +240,8 @@ template <class T> struct OfLines {
     u.part[part][1] = q.value();
   }
 
-  Sums<1> merged(const Unit &u, int64_t parts) const {
+  struct Sums { double s, q; };
+  Sums merged(const Unit &u, int64_t parts) const {
     if (parts == 1) return {u.part[0][0], u.part[0][1]};
     Compensated s, q;
     for (int64_t p = 0; p < parts; p++) s.add(u.part[p][0]), q.add(u.part[p][1]);
@@ -248,7 +249,7 @@ template <class T> struct OfLines {
   }
 
   NOINLINE int finish(const Place &at, Unit &u) const {
-    const Sums<1> a = merged(u, nest.measured.parts);
+    const Sums a = merged(u, nest.measured.parts);
     const double count = u.count > 0 ? u.count : 1;
     if (center && u.passes++ == 0 && too_far<T>(a.s, a.q, count)) {
       u.k += (C)(a.s / count);
@@ -779,7 +780,7 @@ template <class T> struct OfLines {
   NOINLINE int finish_backward(const Place &at, Unit &u, int64_t unit) const {
     if (u.unsafe && task.sums) add_exact(at, u, unit);
     if (task.running_mean) return u.repair ? 2 : 0;
-    const Sums<1> a = merged(u, nest.applied.parts);
+    const Sums a = merged(u, nest.applied.parts);
     const double count = u.count > 0 ? u.count : 1;
     u.mean = center ? -(C)((double)u.first + a.s / count) : C(0);
     u.slope = -(C)(a.q / divisor_of(task, u.count));

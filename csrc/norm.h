@@ -38,7 +38,7 @@ struct Job {
   int32_t rounded;       // 1: xhat is rounded to dtype before the affine map
   int32_t streamed;      // 1: y or dx is written past the caches, where its lines stand well
   int32_t singly;        // 1: one row or group is read after another, and nothing is fetched ahead
-  int32_t fetched;       // 1: what is read later is fetched meanwhile
+  int32_t overlapped;    // 1: what comes next is measured while one is written, and nothing is fetched
   int32_t activation;    // forward
   int32_t alone;         // forward, 1: no backward follows, though statistics are wanted
   double eps;
