@@ -54,6 +54,7 @@ template <class T> struct OfLines {
   typedef Vector<T> V;
   typedef LineUnit<C> Unit;
   typedef LineBatch<C> Batch;
+  typedef Units<BATCH> Some;
   static constexpr int TOGETHER = BATCH;
   static constexpr int W = lanes<T>, D = lanes<double>;
   static_assert(BATCH % D == 0 && D <= W, "whole vectors");
@@ -92,11 +93,12 @@ template <class T> struct OfLines {
     return nest.measured.parts == 1 && nest.applied.parts == 1 && !task.mask;
   }
   // As many units as stay in a cache until they are applied: the second one for short lines, of which
-  // each costs more than its elements, and for those that lie in pages of their own, else the first.
+  // each costs more than its elements, and for those that lie in pages of their own, else the first, in
+  // which the output has a place, too.
   int together() const {
     if (!whole() || (job.singly && !across())) return 1;
     const int64_t size = sizeof(T), line = nest.applied.n * size;
-    const int64_t fit = line <= (across() ? 1024 : 256) ? 1 << 18 : 24 << 10;
+    const int64_t fit = line <= (across() ? 1024 : 256) ? 1 << 18 : 14 << 10;
     const int64_t units = fit / (nest.group_size * size * (job.dx ? 2 : 1));
     return units > 1 ? (int)smaller(BATCH, units) : 1;
   }
@@ -273,11 +275,21 @@ template <class T> struct OfLines {
     return u.repair ? 2 : 0;
   }
 
+  // The means of units that come next.
+  struct Guesses {
+    bool known;
+    alignas(VB) C k[BATCH];
+  };
   // All steps for some units. False: something needs the slow path, and they are to be taken one by one.
-  bool forward_together(const Place *at, int count, int64_t ahead) const {
-    if (count == 1 || knows_statistics(task)) return false;
+  bool forward_together(const Some &units, const Some &next, int64_t ahead,
+                        Guesses &guesses) const {
+    if (units.count == 1 || knows_statistics(task)) return false;
+    const Place *const at = units.at;
+    const int count = units.count;
     Batch u;
-    if (!(center ? measure<true>(at, count, u) : measure<false>(at, count, u))) return false;
+    if (!(center ? measure<true>(units, next, guesses, u)
+                 : measure<false>(units, next, guesses, u)))
+      return false;
     if (!job.y) return true;
     if (job.activation) {
       for (int k = 0; k < count; k++)
@@ -290,12 +302,19 @@ template <class T> struct OfLines {
     }
     return true;
   }
-  template <bool Center> NOINLINE bool measure(const Place *at, int count, Batch &u) const {
+  template <bool Center>
+  NOINLINE bool measure(const Some &units, const Some &next, Guesses &guesses, Batch &u) const {
+    const Place *const at = units.at;
+    const int count = units.count;
     const Lines &lines = nest.measured;
     Total<V> s[BATCH], q[BATCH];
     // Longer lines are read once from end to end: each guess right before its sums.
     const bool guess = Center && lines.n * (int64_t)sizeof(T) > GUESSED;
-    if (Center && !guess) guess_means(at, count, u.k);
+    if (Center && !guess) {
+      if (!guesses.known) guess_means(at, count, guesses.k);
+      memcpy(u.k, guesses.k, sizeof u.k);
+      guesses.known = false;
+    }
     each_line(lines, at[0], 0, lines.count, [&](const Place &p, int64_t i) {
       add_lines<Center>(at, count, p.at[X] - at[0].at[X], i == 0, guess, u.k, s, q);
     });
@@ -307,7 +326,9 @@ template <class T> struct OfLines {
     }
     for (int k = count; k < BATCH; k++) squares[k] = 1;  // nothing is wrong with what is not there
     const double size = (double)nest.group_size;
-    if (Center && __builtin_expect(is_far(sums, squares), 0)) {
+    vl far = {};
+    for (int j = 0; j < BATCH; j += D) far |= is_far(load(sums + j), load(squares + j));
+    if (Center && __builtin_expect(any(far), 0)) {
       for (int k = 0; k < count; k++) {
         if (!is_far(sums[k], squares[k])) continue;
         u.k[k] += (C)(sums[k] / size);
@@ -326,6 +347,8 @@ template <class T> struct OfLines {
                           u.hi + j, u.lo + j, u.rstd + j, var + j);
     }
     if (__builtin_expect(any(redo), 0)) return false;
+    // Meanwhile these wait for a root and divisions.
+    if (Center && !guess && (guesses.known = next.count > 1)) guess_means(next.at, next.count, guesses.k);
     for (int k = 0; k < BATCH; k++) u.shift[k] = -u.lo[k] * u.rstd[k];
     if (!job.stats && !job.var && !task.count) return true;
     for (int k = 0; k < count; k++)
@@ -333,14 +356,9 @@ template <class T> struct OfLines {
     return true;
   }
   // As in moments.
-  bool is_far(double sum, double squares) const {
+  template <class S> auto is_far(S sum, S squares) const {
     constexpr double factor = same<C, double> ? 5 : 2;
     return !(factor * sum * sum <= (double)nest.group_size * squares);
-  }
-  bool is_far(const double *sum, const double *squares) const {
-    bool far = false;
-    for (int k = 0; k < BATCH; k++) far |= is_far(sum[k], squares[k]);
-    return far;
   }
   // One line of each unit, so far from the first one.
   template <bool Center>

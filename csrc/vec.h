@@ -408,6 +408,18 @@ template <bool Quick> INLINE vd reciprocal_root(vd v) {
 }
 INLINE vd magnitude(vd v) { return (vd)((vl)v & INT64_MAX); }
 
+// Whether a comparison holds in any lane.
+INLINE bool any(vl v) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi64_mask((__m512i)v, (__m512i)v);
+#elif defined(__AVX__)
+  return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#else
+  for (int j = 1; j < lanes<double>; j++) v[0] |= v[j];
+  return v[0] != 0;
+#endif
+}
+
 // ---- sums
 
 // The lower and the upper half of the lanes, in double.
