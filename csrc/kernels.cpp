@@ -57,11 +57,16 @@ template <class T, int R> struct Moments {
   bool redo;  // of one of them, not valid: to be computed by Exact
 };
 
+// The first one of n elements.
+template <class T> INLINE Scalar<T> first_of(const T *x, int64_t n) {
+  return (n < lanes<T> ? load(x, n) : load(x))[0];
+}
+
 // A value near the mean, exactly the common value if all elements are equal.
 constexpr int64_t NEAR = 64;  // elements that it is the mean of
 template <class T> INLINE Vector<T> sum_near(const T *x, int64_t m, Scalar<T> *x0) {
   constexpr int W = lanes<T>;
-  *x0 = (m < W ? load(x, m) : load(x))[0];
+  *x0 = first_of(x, m);
   Vector<T> s[2] = {};
   int64_t i = 0;
   for (; i + 2 * W <= m; i += 2 * W) s[0] += load(x + i) - *x0, s[1] += load(x + i + W) - *x0;

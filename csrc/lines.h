@@ -378,15 +378,17 @@ template <class T> struct OfLines {
   // guess_mean of each unit.
   NOINLINE void guess_means(const Place *at, int count, C *k) const {
     const int64_t m = smaller(nest.measured.n, NEAR);
-    C x0[BATCH];
     V near[BATCH];
-    for (int i = 0; i < count; i++) near[i] = sum_near(x(at[i]), m, x0 + i);
-    for (int i = count; i < BATCH; i++) near[i] = V{}, x0[i] = 0;
+    C x0;
+    for (int i = 0; i < count; i++) near[i] = sum_near(x(at[i]), m, &x0);
+    for (int i = count; i < BATCH; i++) near[i] = V{};
     for (int j = 0; j < BATCH; j += D) {
       const vd s = block_sums(near + j);
-      store_rounded(k + j, m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
+      const vd first = each_lane([&](int lane) __attribute__((always_inline)) {
+        return (double)first_of(x(at[smaller(j + lane, count - 1)]), m);
+      });
+      store_rounded(k + j, first + rounded_to<C>(m == NEAR ? s * (1.0 / NEAR) : s / (double)m));
     }
-    for (int i = 0; i < BATCH; i++) k[i] = x0[i] + k[i];
   }
   template <bool PerElement>
   void apply_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
@@ -722,12 +724,11 @@ template <class T> struct OfLines {
     return true;
   }
   template <bool Writes>
-  NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, C *first,
-                          FlatSums *sums) const {
+  NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, FlatSums *sums) const {
     const int64_t n = nest.applied.n;
-    for (const Line *const end = line + lines; line < end; line++, first++, sums++) {
-      *first = (C)get(line->grad);
-      *sums = flat_block<Writes>(line->grad, line->x, n, u.constants(line->unit), *first,
+    for (const Line *const end = line + lines; line < end; line++, sums++) {
+      *sums = flat_block<Writes>(line->grad, line->x, n, u.constants(line->unit),
+                                 first_of(line->grad, n),
                                  Writes ? *line->weight : 0, line->out);
     }
   }
@@ -737,27 +738,28 @@ template <class T> struct OfLines {
   INLINE void add_batch(const Line *line, int64_t lines, const Batch &u, double *s1, double *s2) const {
     const vd n = broadcast((double)nest.applied.n);
     FlatSums sums[D];
-    alignas(VB) C first[D], w[D], gw[D], of_unit[D];
-    sum_lines<Writes>(line, lines, u, first, sums);
-    for (int64_t i = lines; i < D; i++) sums[i] = sums[0], first[i] = first[0];
-    for (int64_t i = 0; i < D; i++) {
-      const Line &l = line[smaller(i, lines - 1)];
-      w[i] = *l.weight;
-      of_unit[i] = u.first[l.unit];
-    }
-    for (int i = 0; i < D; i++) gw[i] = first[i] * w[i];
+    sum_lines<Writes>(line, lines, u, sums);
+    for (int64_t i = lines; i < D; i++) sums[i] = sums[0];
+    const auto each = [&](const auto &value) __attribute__((always_inline)) {
+      return each_lane([&](int i) __attribute__((always_inline)) {
+        return (double)value(line[smaller(i, lines - 1)]);
+      });
+    };
+    const vd first = each([&](const Line &l) { return first_of(l.grad, nest.applied.n); });
+    const vd weights = each([&](const Line &l) { return *l.weight; });
+    const vd of_unit = each([&](const Line &l) { return u.first[l.unit]; });
     const auto values_of = [&](int which) __attribute__((always_inline)) {
       V v[D];
       for (int i = 0; i < D; i++) v[i] = sums[i].of[which];
       return block_sums(v);
     };
-    const vd of_grad = values_of(0), of_xhat = values_of(1), weights = load_as_double(w);
-    const vd rest = load_as_double(gw) - load_as_double(of_unit);
+    const vd of_grad = values_of(0), of_xhat = values_of(1);
+    const vd rest = rounded_to<C>(first * weights) - of_unit;
     store(s1, weights * of_grad + rest * n);
     store(s2, weights * of_xhat);
     if (!task.sums) return;
     alignas(VB) double by_xhat[D], by_grad[D];
-    store(by_grad, load_as_double(first) * n + of_grad);
+    store(by_grad, first * n + of_grad);
     store(by_xhat, can_round<T> && rounded ? values_of(can_round<T> ? 2 : 1) : of_xhat);
     for (int64_t i = 0; i < lines; i++) {
       line[i].sums[0] = by_xhat[i];
