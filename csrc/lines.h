@@ -283,13 +283,16 @@ template <class T> struct OfLines {
   // All steps for some units. False: something needs the slow path, and they are to be taken one by one.
   bool forward_together(const Some &units, const Some &next, int64_t ahead,
                         Guesses &guesses) const {
-    if (units.count == 1 || knows_statistics(task)) return false;
+    if (knows_statistics(task)) return false;
     const Place *const at = units.at;
     const int count = units.count;
     Batch u;
-    if (!(center ? measure<true>(units, next, guesses, u)
-                 : measure<false>(units, next, guesses, u)))
+    if (count == 1) {
+      if (!whole() || !(center ? measure_one<true>(*at, u) : measure_one<false>(*at, u))) return false;
+    } else if (!(center ? measure<true>(units, next, guesses, u)
+                        : measure<false>(units, next, guesses, u))) {
       return false;
+    }
     if (!job.y) return true;
     if (job.activation) {
       for (int k = 0; k < count; k++)
@@ -355,6 +358,28 @@ template <class T> struct OfLines {
       save_statistics(task, at[k].at[STATS], u.hi[k], u.lo[k], u.rstd[k], var[k], size);
     return true;
   }
+  // As measure, of one unit: its sums stay in registers.
+  template <bool Center> NOINLINE bool measure_one(const Place &at, Batch &u) const {
+    const Lines &lines = nest.measured;
+    const C k = Center ? guess_mean(x(at), lines.n) : 0;
+    Total<V> s = {}, q = {};
+    const auto add = [&](const Place &p, int64_t) __attribute__((always_inline)) {
+      add_sums<T, Center>(x(p), lines.n, k, s, q);
+    };
+    if (lines.count == 1) add(at, 0);
+    else each_line(lines, at, 0, lines.count, add);
+    const double size = (double)nest.group_size;
+    const Sums a = {Center ? s.value() : 0, q.value()};
+    if (Center && __builtin_expect(is_far(a.s, a.q), 0)) return false;
+    const Settled<C> found = settle<T, Center>(job.eps, k, a, size, divisor_of(task, size));
+    if (__builtin_expect(found.redo, 0)) return false;
+    u.hi[0] = k;
+    u.lo[0] = found.lo;
+    u.rstd[0] = found.rstd;
+    u.shift[0] = -found.lo * found.rstd;
+    save_statistics(task, at.at[STATS], u.hi[0], found.lo, found.rstd, found.var, size);
+    return true;
+  }
   // As in moments.
   template <class S> auto is_far(S sum, S squares) const {
     constexpr double factor = same<C, double> ? 5 : 2;
@@ -392,9 +417,23 @@ template <class T> struct OfLines {
   }
   template <bool PerElement>
   void apply_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
+    if (count == 1) return apply_unit<PerElement>(*at, u.constants(0), ahead);
     Line listed[LISTED * BATCH];
     each_list<false>(at, count, job.y, listed, false, [&](const Line *line, int64_t lines, int64_t) {
       apply_lines<PerElement>(line, lines, u, ahead);
+    });
+  }
+  template <bool PerElement>
+  NOINLINE void apply_unit(const Place &at, const Constants<C> &constants, int64_t ahead) const {
+    const int64_t n = nest.applied.n;
+    const bool streamed = job.streamed, rounds = rounded;
+    // In registers: what is read while much is being written may be taken for that.
+    const C hi = *constants.hi, shift = *constants.shift, rstd = *constants.rstd;
+    each_line(nest.applied, at, 0, nest.applied.count, [&](const Place &p, int64_t)
+                                                           __attribute__((always_inline)) {
+      const int64_t a = p.at[AFFINE];
+      apply_line<T, false, PerElement>(x(p), (T *)job.y + p.at[Y], n, {&hi, &shift, &rstd}, false,
+                                       rounds, weight + a, bias + a, ahead, streamed);
     });
   }
   // Not inline, like what sums and differentiates them: there would not be registers enough.
