@@ -54,11 +54,16 @@ template <class T, int R> struct Moments {
   bool redo;  // of one of them, not valid: to be computed by Exact
 };
 
+// The first one of n elements.
+template <class T> INLINE Scalar<T> first_of(const T *x, int64_t n) {
+  return (n < lanes<T> ? load(x, n) : load(x))[0];
+}
+
 // A value near the mean, exactly the common value if all elements are equal.
 constexpr int64_t NEAR = 64;  // elements that it is the mean of
 template <class T> INLINE Vector<T> sum_near(const T *x, int64_t m, Scalar<T> *x0) {
   constexpr int W = lanes<T>;
-  *x0 = (m < W ? load(x, m) : load(x))[0];
+  *x0 = first_of(x, m);
   Vector<T> s[2] = {};
   int64_t i = 0;
   for (; i + 2 * W <= m; i += 2 * W) s[0] += load(x + i) - *x0, s[1] += load(x + i + W) - *x0;
@@ -856,18 +861,24 @@ void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t 
 
 // ---- the nests: whole units, or steps of them
 
-// body(places, units, first unit, distance to x of those that come next or 0), for up to `most` units
-// at a time.
+// body(units, those that come next, if any), for up to `most` units at a time.
 template <class Of, class Body>
-INLINE void each_batch(const Of &of, int64_t unit, int64_t end, int most, bool fetches,
-                       const Body &body) {
-  Place at[Of::TOGETHER];
-  for (int count; unit < end; unit += count) {
-    count = (int)smaller(most, end - unit);
-    of.places(unit, count, at);
-    const bool ahead = fetches && unit + count < end;
-    body(at, count, unit, ahead ? of.place(unit + count).at[X] - at[0].at[X] : 0);
+INLINE void each_batch(const Of &of, int64_t unit, int64_t end, int most, const Body &body) {
+  Units<Of::TOGETHER> batch[2];
+  const auto take = [&](Units<Of::TOGETHER> &units, int64_t first) {
+    units.first = first;
+    units.count = (int)smaller(most, end - first);
+    if (units.count) of.places(first, units.count, units.at);
+  };
+  take(batch[0], unit);
+  for (int b = 0; batch[b].count; b = !b) {
+    take(batch[!b], batch[b].first + batch[b].count);
+    body(batch[b], batch[!b]);
   }
+}
+// From x of these units to that of the next ones, which is to be fetched meanwhile; 0: nothing is.
+template <int N> int64_t distance(bool fetches, const Units<N> &units, const Units<N> &next) {
+  return fetches && next.count ? next.at[0].at[X] - units.at[0].at[X] : 0;
 }
 
 template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end, void *slot) {
@@ -888,11 +899,12 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
     for (int64_t p = task.nest->applied.parts; p-- > 0;) of.apply(at, u, p);
     if (u.repair) of.repair(at, u);
   };
-  each_batch(of, unit, end, of.together(), fetches,
-             [&](const Place *at, int count, int64_t unit, int64_t ahead) {
-               if (of.forward_together(at, count, ahead)) return;
-               for (int k = 0; k < count; k++) one(at[k], unit + k, ahead);
-             });
+  typename Of::Guesses guesses = {};
+  each_batch(of, unit, end, of.together(), [&](const auto &units, const auto &next) {
+    const int64_t ahead = distance(fetches, units, next);
+    if (of.forward_together(units, next, ahead, guesses)) return;
+    for (int k = 0; k < units.count; k++) one(units.at[k], units.first + k, ahead);
+  });
 }
 template <class Of> void backward_all(const Task &task, int64_t unit, int64_t end, void *slot) {
   const Of of{task};
@@ -909,11 +921,11 @@ template <class Of> void backward_all(const Task &task, int64_t unit, int64_t en
     for (int64_t p = parts; p-- > 0;) of.apply_backward(at, u, p);
     if (u.repair) of.repair_backward(at, u);
   };
-  each_batch(of, unit, end, of.together(), fetches,
-             [&](const Place *at, int count, int64_t unit, int64_t ahead) {
-               if (of.backward_together(at, count, ahead)) return;
-               for (int k = 0; k < count; k++) one(at[k], unit + k, ahead);
-             });
+  each_batch(of, unit, end, of.together(), [&](const auto &units, const auto &next) {
+    const int64_t ahead = distance(fetches, units, next);
+    if (of.backward_together(units.at, units.count, ahead)) return;
+    for (int k = 0; k < units.count; k++) one(units.at[k], units.first + k, ahead);
+  });
 }
 
 template <class Of> int forward_one(const Task &task, int step, int64_t unit, int64_t part) {

@@ -469,7 +469,8 @@ template <class T> struct OfLanes {
       save_statistics(task, index, u.hi[j], u.lo[j], u.rstd[j], var[j], u.count[j]);
   }
 
-  static bool forward_together(const Place *, int, int64_t) { return false; }
+  struct Guesses {};
+  template <class... Any> static bool forward_together(const Any &...) { return false; }
   static bool backward_together(const Place *, int, int64_t) { return false; }
   static void forward_in_order(int64_t, int64_t) {}
 

@@ -54,6 +54,7 @@ template <class T> struct OfLines {
   typedef Vector<T> V;
   typedef LineUnit<C> Unit;
   typedef LineBatch<C> Batch;
+  typedef Units<BATCH> Some;
   static constexpr int TOGETHER = BATCH;
   static constexpr int W = lanes<T>, D = lanes<double>;
   static_assert(BATCH % D == 0 && D <= W, "whole vectors");
@@ -92,11 +93,12 @@ template <class T> struct OfLines {
     return nest.measured.parts == 1 && nest.applied.parts == 1 && !task.mask;
   }
   // As many units as stay in a cache until they are applied: the second one for short lines, of which
-  // each costs more than its elements, and for those that lie in pages of their own, else the first.
+  // each costs more than its elements, and for those that lie in pages of their own, else the first, in
+  // which the output has a place, too.
   int together() const {
     if (!whole() || (job.singly && !across())) return 1;
     const int64_t size = sizeof(T), line = nest.applied.n * size;
-    const int64_t fit = line <= (across() ? 1024 : 256) ? 1 << 18 : 24 << 10;
+    const int64_t fit = line <= (across() ? 1024 : 256) ? 1 << 18 : 14 << 10;
     const int64_t units = fit / (nest.group_size * size * (job.dx ? 2 : 1));
     return units > 1 ? (int)smaller(BATCH, units) : 1;
   }
@@ -271,11 +273,24 @@ template <class T> struct OfLines {
     return u.repair ? 2 : 0;
   }
 
+  // The means of units that come next.
+  struct Guesses {
+    bool known;
+    alignas(VB) C k[BATCH];
+  };
   // All steps for some units. False: something needs the slow path, and they are to be taken one by one.
-  bool forward_together(const Place *at, int count, int64_t ahead) const {
-    if (count == 1 || knows_statistics(task)) return false;
+  bool forward_together(const Some &units, const Some &next, int64_t ahead,
+                        Guesses &guesses) const {
+    if (knows_statistics(task)) return false;
+    const Place *const at = units.at;
+    const int count = units.count;
     Batch u;
-    if (!(center ? measure<true>(at, count, u) : measure<false>(at, count, u))) return false;
+    if (count == 1) {
+      if (!whole() || !(center ? measure_one<true>(*at, u) : measure_one<false>(*at, u))) return false;
+    } else if (!(center ? measure<true>(units, next, guesses, u)
+                        : measure<false>(units, next, guesses, u))) {
+      return false;
+    }
     if (!job.y) return true;
     if (job.activation) {
       for (int k = 0; k < count; k++)
@@ -288,12 +303,19 @@ template <class T> struct OfLines {
     }
     return true;
   }
-  template <bool Center> NOINLINE bool measure(const Place *at, int count, Batch &u) const {
+  template <bool Center>
+  NOINLINE bool measure(const Some &units, const Some &next, Guesses &guesses, Batch &u) const {
+    const Place *const at = units.at;
+    const int count = units.count;
     const Lines &lines = nest.measured;
     Total<V> s[BATCH], q[BATCH];
     // Longer lines are read once from end to end: each guess right before its sums.
     const bool guess = Center && lines.n * (int64_t)sizeof(T) > GUESSED;
-    if (Center && !guess) guess_means(at, count, u.k);
+    if (Center && !guess) {
+      if (!guesses.known) guess_means(at, count, guesses.k);
+      memcpy(u.k, guesses.k, sizeof u.k);
+      guesses.known = false;
+    }
     each_line(lines, at[0], 0, lines.count, [&](const Place &p, int64_t i) {
       add_lines<Center>(at, count, p.at[X] - at[0].at[X], i == 0, guess, u.k, s, q);
     });
@@ -305,9 +327,11 @@ template <class T> struct OfLines {
     }
     for (int k = count; k < BATCH; k++) squares[k] = 1;  // nothing is wrong with what is not there
     const double size = (double)nest.group_size;
-    if (Center && __builtin_expect(is_far(sums, squares), 0)) {
+    vl far = {};
+    for (int j = 0; j < BATCH; j += D) far |= is_far(load(sums + j), load(squares + j));
+    if (Center && __builtin_expect(any(far), 0)) {
       for (int k = 0; k < count; k++) {
-        if (!too_far<T>(sums[k], squares[k], (double)nest.group_size)) continue;
+        if (!is_far(sums[k], squares[k])) continue;
         u.k[k] += (C)(sums[k] / size);
         Total<V> again[2] = {};
         each_line(lines, at[k], 0, lines.count, [&](const Place &p, int64_t) {
@@ -324,16 +348,37 @@ template <class T> struct OfLines {
                           u.hi + j, u.lo + j, u.rstd + j, var + j);
     }
     if (__builtin_expect(any(redo), 0)) return false;
+    // Meanwhile these wait for a root and divisions.
+    if (Center && !guess && (guesses.known = next.count > 1)) guess_means(next.at, next.count, guesses.k);
     for (int k = 0; k < BATCH; k++) u.shift[k] = -u.lo[k] * u.rstd[k];
     if (!job.stats && !job.var && !task.count) return true;
     for (int k = 0; k < count; k++)
       save_statistics(task, at[k].at[STATS], u.hi[k], u.lo[k], u.rstd[k], var[k], size);
     return true;
   }
-  bool is_far(const double *sum, const double *squares) const {
-    bool far = false;
-    for (int k = 0; k < BATCH; k++) far |= too_far<T>(sum[k], squares[k], (double)nest.group_size);
-    return far;
+  // As measure, of one unit: its sums stay in registers.
+  template <bool Center> NOINLINE bool measure_one(const Place &at, Batch &u) const {
+    const Lines &lines = nest.measured;
+    const C k = Center ? guess_mean(x(at), lines.n) : 0;
+    Total<V> s = {}, q = {};
+    const auto add = [&](const Place &p, int64_t) __attribute__((always_inline)) {
+      add_sums<T, Center>(x(p), lines.n, k, s, q);
+    };
+    if (lines.count == 1) add(at, 0);
+    else each_line(lines, at, 0, lines.count, add);
+    const double size = (double)nest.group_size, sum = Center ? s.value() : 0, square = q.value();
+    if (Center && __builtin_expect(is_far(sum, square), 0)) return false;
+    double var;
+    u.hi[0] = k;
+    if (__builtin_expect(any(settle<double>(job, k, sum, square, {size, divisor_of(task, size)},
+                                            u.lo, u.rstd, &var)), 0))
+      return false;
+    u.shift[0] = -u.lo[0] * u.rstd[0];
+    save_statistics(task, at.at[STATS], k, u.lo[0], u.rstd[0], var, size);
+    return true;
+  }
+  template <class S> auto is_far(S sum, S squares) const {
+    return too_far<T>(sum, squares, (double)nest.group_size);
   }
   // One line of each unit, so far from the first one.
   template <bool Center>
@@ -353,21 +398,37 @@ template <class T> struct OfLines {
   // guess_mean of each unit.
   NOINLINE void guess_means(const Place *at, int count, C *k) const {
     const int64_t m = smaller(nest.measured.n, NEAR);
-    C x0[BATCH];
     V near[BATCH];
-    for (int i = 0; i < count; i++) near[i] = sum_near(x(at[i]), m, x0 + i);
-    for (int i = count; i < BATCH; i++) near[i] = V{}, x0[i] = 0;
+    C x0;
+    for (int i = 0; i < count; i++) near[i] = sum_near(x(at[i]), m, &x0);
+    for (int i = count; i < BATCH; i++) near[i] = V{};
     for (int j = 0; j < BATCH; j += D) {
       const vd s = block_sums(near + j);
-      store_rounded(k + j, m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
+      const vd first = each_lane([&](int lane) __attribute__((always_inline)) {
+        return (double)first_of(x(at[smaller(j + lane, count - 1)]), m);
+      });
+      store_rounded(k + j, first + rounded_to<C>(m == NEAR ? s * (1.0 / NEAR) : s / (double)m));
     }
-    for (int i = 0; i < BATCH; i++) k[i] = x0[i] + k[i];
   }
   template <bool PerElement>
   void apply_batch(const Place *at, int count, const Batch &u, int64_t ahead) const {
+    if (count == 1) return apply_unit<PerElement>(*at, u.constants(0), ahead);
     Line listed[LISTED * BATCH];
     each_list<false>(at, count, job.y, listed, false, [&](const Line *line, int64_t lines, int64_t) {
       apply_lines<PerElement>(line, lines, u, ahead);
+    });
+  }
+  template <bool PerElement>
+  NOINLINE void apply_unit(const Place &at, const Constants<C> &constants, int64_t ahead) const {
+    const int64_t n = nest.applied.n;
+    const bool streamed = job.streamed, rounds = rounded;
+    // In registers: what is read while much is being written may be taken for that.
+    const C hi = *constants.hi, shift = *constants.shift, rstd = *constants.rstd;
+    each_line(nest.applied, at, 0, nest.applied.count, [&](const Place &p, int64_t)
+                                                           __attribute__((always_inline)) {
+      const int64_t a = p.at[AFFINE];
+      apply_line<T, false, PerElement>(x(p), (T *)job.y + p.at[Y], n, {&hi, &shift, &rstd}, false,
+                                       rounds, weight + a, bias + a, ahead, streamed);
     });
   }
   // Not inline, like what sums and differentiates them: there would not be registers enough.
@@ -697,12 +758,11 @@ template <class T> struct OfLines {
     return true;
   }
   template <bool Writes>
-  NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, C *first,
-                          FlatSums *sums) const {
+  NOINLINE void sum_lines(const Line *line, int64_t lines, const Batch &u, FlatSums *sums) const {
     const int64_t n = nest.applied.n;
-    for (const Line *const end = line + lines; line < end; line++, first++, sums++) {
-      *first = (C)get(line->grad);
-      *sums = flat_block<Writes>(line->grad, line->x, n, u.constants(line->unit), *first,
+    for (const Line *const end = line + lines; line < end; line++, sums++) {
+      *sums = flat_block<Writes>(line->grad, line->x, n, u.constants(line->unit),
+                                 first_of(line->grad, n),
                                  Writes ? *line->weight : 0, line->out);
     }
   }
@@ -712,27 +772,28 @@ template <class T> struct OfLines {
   INLINE void add_batch(const Line *line, int64_t lines, const Batch &u, double *s1, double *s2) const {
     const vd n = broadcast((double)nest.applied.n);
     FlatSums sums[D];
-    alignas(VB) C first[D], w[D], gw[D], of_unit[D];
-    sum_lines<Writes>(line, lines, u, first, sums);
-    for (int64_t i = lines; i < D; i++) sums[i] = sums[0], first[i] = first[0];
-    for (int64_t i = 0; i < D; i++) {
-      const Line &l = line[smaller(i, lines - 1)];
-      w[i] = *l.weight;
-      of_unit[i] = u.first[l.unit];
-    }
-    for (int i = 0; i < D; i++) gw[i] = first[i] * w[i];
+    sum_lines<Writes>(line, lines, u, sums);
+    for (int64_t i = lines; i < D; i++) sums[i] = sums[0];
+    const auto each = [&](const auto &value) __attribute__((always_inline)) {
+      return each_lane([&](int i) __attribute__((always_inline)) {
+        return (double)value(line[smaller(i, lines - 1)]);
+      });
+    };
+    const vd first = each([&](const Line &l) { return first_of(l.grad, nest.applied.n); });
+    const vd weights = each([&](const Line &l) { return *l.weight; });
+    const vd of_unit = each([&](const Line &l) { return u.first[l.unit]; });
     const auto values_of = [&](int which) __attribute__((always_inline)) {
       V v[D];
       for (int i = 0; i < D; i++) v[i] = sums[i].of[which];
       return block_sums(v);
     };
-    const vd of_grad = values_of(0), of_xhat = values_of(1), weights = load_as_double(w);
-    const vd rest = load_as_double(gw) - load_as_double(of_unit);
+    const vd of_grad = values_of(0), of_xhat = values_of(1);
+    const vd rest = rounded_to<C>(first * weights) - of_unit;
     store(s1, weights * of_grad + rest * n);
     store(s2, weights * of_xhat);
     if (!task.sums) return;
     alignas(VB) double by_xhat[D], by_grad[D];
-    store(by_grad, load_as_double(first) * n + of_grad);
+    store(by_grad, first * n + of_grad);
     store(by_xhat, can_round<T> && rounded ? values_of(can_round<T> ? 2 : 1) : of_xhat);
     for (int64_t i = 0; i < lines; i++) {
       line[i].sums[0] = by_xhat[i];

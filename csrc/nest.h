@@ -29,6 +29,13 @@ inline void seek(Place &p, const Loop *loop, int loops, int64_t index) {
   }
 }
 
+// Units that are taken together, and where they begin.
+template <int N> struct Units {
+  int64_t first;
+  int count;
+  Place at[N];
+};
+
 // run(place, index, stop, loop) for the lines [begin, end), in order: those from index to stop follow
 // each other along the loop. It leaves the place at the last one.
 template <class Run>
@@ -301,6 +308,10 @@ template <class T> INLINE int64_t head_of(const T *out, int64_t n) {
 // Rounding to a type that is computed in itself changes nothing.
 template <class T> constexpr bool can_round = !same<T, Scalar<T>>;
 
+template <class C> INLINE bool is_normal(C v) {
+  return __builtin_fabs((double)v) >= (double)least_normal<C> && finite(v);
+}
+
 // ahead: from an element to the same one of the group that comes next, or 0. Out: T, or what T is
 // computed in.
 template <class T, bool PerLane, bool PerElement, class Out>
@@ -315,8 +326,9 @@ INLINE void apply_line(const T *x, Out *y, int64_t n, const Constants<Scalar<T>>
   const auto each = [&](const auto &value) __attribute__((always_inline)) {
     each_element<!PerLane && !PerElement>(x, ahead, head, n, out, value);
   };
-  if (given && !rounded) {
-    // Running statistics do not bound xhat: it may overflow where xhat * weight does not.
+  // Running statistics do not bound xhat: it may overflow where xhat * weight does not. For a line with one
+  // weight the product is made once, which takes a fifth less, unless it is no normal number.
+  if (!rounded && (given || (!PerLane && !PerElement && is_normal(*c.rstd * *weight)))) {
     each([&](V v, int64_t i, int64_t tail) __attribute__((always_inline)) {
       return fma(v - standardized.hi(i, tail), standardized.rstd(i, tail) * w(i, tail),
                  fma(standardized.shift(i, tail), w(i, tail), b(i, tail)));

@@ -378,6 +378,23 @@ INLINE vd store_rounded(float *p, vd v) {
   return __builtin_convertvector(rounded, vd);
 }
 
+template <class C> INLINE vd rounded_to(vd v);
+template <> INLINE vd rounded_to<double>(vd v) { return v; }
+template <> INLINE vd rounded_to<float>(vd v) {
+  return __builtin_convertvector(__builtin_convertvector(v, vg), vd);
+}
+// f(lane) in each lane. Numbers that were just written one by one cannot be read as one vector before
+// all that was written earlier has reached the cache.
+template <class F> INLINE vd each_lane(const F &f) {
+#if VB == 64
+  return vd{f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)};
+#elif VB == 32
+  return vd{f(0), f(1), f(2), f(3)};
+#else
+  return vd{f(0), f(1)};
+#endif
+}
+
 INLINE vd square_root(vd v) {
 #if defined(__AVX512F__)
   return (vd)_mm512_sqrt_pd((__m512d)v);
@@ -393,9 +410,17 @@ INLINE vd square_root(vd v) {
 #endif
 }
 INLINE vd magnitude(vd v) { return (vd)((vl)v & INT64_MAX); }
+
+// Whether a comparison holds in any lane.
 INLINE bool any(vl v) {
-  for (int i = 1; i < lanes<double>; i++) v[0] |= v[i];
+#if defined(__AVX512F__)
+  return _mm512_test_epi64_mask((__m512i)v, (__m512i)v);
+#elif defined(__AVX__)
+  return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#else
+  for (int j = 1; j < lanes<double>; j++) v[0] |= v[j];
   return v[0] != 0;
+#endif
 }
 
 // ---- sums
