@@ -272,8 +272,33 @@ template <class T> struct OfLanes {
       if (u.unsafe[j]) u.hi[j] = u.lo[j] = u.rstd[j] = 0;
     for (int64_t j = 0; j < n; j++) u.shift[j] = -u.lo[j] * u.rstd[j];
   }
+  // Whether the statistics of the lanes follow each other in memory, one for each lane.
+  bool in_a_row() const { return nest.fold == 1 && nest.stats_step == 1; }
+
+  // Saved statistics, all at once. False: some are unsafe, or they do not follow each other.
+  bool take_saved(const Place &at, Unit &u) const {
+    if (task.running_mean || !in_a_row()) return false;
+    const C *saved = (const C *)job.stats + at.at[STATS];
+    C *const arrays[] = {u.hi, u.lo, u.rstd};
+    for (C *array : arrays) {
+      memcpy(array, saved, (size_t)u.lanes * sizeof(C));
+      saved += nest.groups;
+    }
+    constexpr int D = lanes<double>;
+    const vd zero = {};
+    vl unsafe = {};
+    for (int64_t j = 0; j < u.lanes; j += D) {  // as saved_is_safe
+      const vd hi = load_as_double(u.hi + j), lo = load_as_double(u.lo + j);
+      const vd rstd = load_as_double(u.rstd + j);
+      const vl safe = (rstd >= (double)least_normal<C>) & (rstd - rstd == zero) &
+                      ((magnitude(hi + lo) >= tiny<C>) | ((hi == zero) & (lo == zero)));
+      unsafe |= ~safe & (load(u.count + j) > zero);
+    }
+    return !any(unsafe);
+  }
   // Running or saved statistics.
   NOINLINE void take_known(const Place &at, Unit &u) const {
+    if (take_saved(at, u)) return take_out_unsafe(u, false);
     Known<C> known(task, at);
     bool any_unsafe = false;
     for (int64_t j = 0; j < u.lanes; j += nest.fold) {
@@ -486,6 +511,17 @@ template <class T> struct OfLanes {
   void save_lanes(const Place &at, const Unit &u, const double *var) const {
     if (!job.stats && !job.var && !task.count) return;
     int64_t index = at.at[STATS];
+    if (in_a_row()) {
+      const auto save = [&](auto *to, const auto *from) {
+        if (to) memcpy(to + index, from, (size_t)u.lanes * sizeof *to);
+      };
+      C *const stats = (C *)job.stats;
+      save(stats, u.hi);
+      save(stats ? stats + nest.groups : nullptr, u.lo);
+      save(stats ? stats + 2 * nest.groups : nullptr, u.rstd);
+      save(job.var, var);
+      return save(task.count, u.count);
+    }
     for (int64_t j = 0; j < u.lanes; j += nest.fold, index += nest.stats_step)
       save_statistics(task, index, u.hi[j], u.lo[j], u.rstd[j], var[j], u.count[j]);
   }
@@ -848,7 +884,13 @@ template <class T> struct OfLanes {
       store_rounded(u.mean + j, center ? -mean : zero);
       store_rounded(u.slope + j, -slope);
     }
-    for (int64_t j = 0; j < u.lanes; j++) {
+    V none = {};  // zero where all are finite, or not a number
+    for (int64_t j = 0; j < u.lanes; j += W) {
+      const V mean = load(u.mean + j), slope = load(u.slope + j) * load(u.rstd + j);
+      none += (mean - mean) + (slope - slope);
+    }
+    const bool look = u.repair || !(::sum(none) == 0);
+    for (int64_t j = 0; look && j < u.lanes; j++) {
       u.redo[j] = u.unsafe[j] || !finite(u.mean[j]) || !finite(u.slope[j] * u.rstd[j]);
       u.repair |= u.redo[j];
     }
