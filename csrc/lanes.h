@@ -207,8 +207,7 @@ template <class T> struct OfLanes {
   }
   // f(steps) for so many that are summed in the compute type.
   template <class F> static INLINE void each_total(int64_t steps, int64_t most, const F &f) {
-    for (; steps > most; steps -= most) f(most);
-    f(steps);
+    for (; steps > 0; steps -= most) f(smaller(most, steps));
   }
 
   // Blocks for sums. A processor that fetches what comes next by itself wants to see memory read in
