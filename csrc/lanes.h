@@ -198,12 +198,18 @@ template <class T> struct OfLanes {
   // at a time BatchNorm in channels_last took a tenth longer. But what is written to in steps that begin
   // within a line of the cache is to come back while that line is near, and lines that lie whole pages
   // apart contend for one place in the first cache.
-  int64_t all_steps() const { return nest.applied.per_part; }
+  // Nor may what is read of each step be short, as it is in few registers, unless the next one follows.
+  int64_t all_steps() const {
+    const bool dense = step_of_x() == nest.width;
+    return VB == 64 || dense ? nest.applied.per_part : lane_block<T>;
+  }
   int64_t some_steps() const {
-    const Lines &lines = nest.applied;
-    const int64_t step = lines.loops ? lines.loop[lines.loops - 1].step[X] : 0;
-    const int64_t apart = step * (int64_t)sizeof(T);
+    const int64_t apart = step_of_x() * (int64_t)sizeof(T);
     return apart % 64 == 0 && apart % 4096 ? all_steps() : lane_block<T>;
+  }
+  int64_t step_of_x() const {
+    const Lines &lines = nest.applied;
+    return lines.loops ? lines.loop[lines.loops - 1].step[X] : 0;
   }
   // f(steps) for so many that are summed in the compute type.
   template <class F> static INLINE void each_total(int64_t steps, int64_t most, const F &f) {
