@@ -175,23 +175,45 @@ template <class T> struct OfLanes {
               [&](const Place &p, int64_t) __attribute__((always_inline)) { f(p); });
   }
 
-  // f(place, loop, steps) for up to Most steps of a part at a time, which follow each other along the
-  // loop: so few that what is read of each is still near when the next lanes of it are.
-  template <int64_t Most = lane_block<T>, class F>
-  INLINE void each_chunk(const Place &at, int64_t part, const F &f) const {
+  // f(place, loop, steps) for up to `most` steps of a part at a time, which follow each other along the
+  // loop.
+  template <class F>
+  INLINE void each_chunk(const Place &at, int64_t part, int64_t most, const F &f) const {
     const Lines &lines = nest.applied;
     const int64_t begin = part * lines.per_part;
     each_run(lines, at, begin, smaller(lines.count, begin + lines.per_part),
              [&](Place &p, int64_t i, int64_t stop, const Loop &along)
                  __attribute__((always_inline)) {
                for (;;) {
-                 const int64_t steps = smaller(Most, stop - i);
+                 const int64_t steps = smaller(most, stop - i);
                  f(p, along, steps);
                  i += steps;
                  advance(p, along, i == stop ? steps - 1 : steps);
                  if (i == stop) break;
                }
              });
+  }
+
+  // How many steps some vectors of lanes take before the next ones take theirs. All of a part: with 16
+  // at a time BatchNorm in channels_last took a tenth longer. But what is written to in steps that begin
+  // within a line of the cache is to come back while that line is near, and lines that lie whole pages
+  // apart contend for one place in the first cache.
+  // Nor may what is read of each step be short, as it is in few registers, unless the next one follows.
+  int64_t all_steps() const {
+    const bool dense = step_of_x() == nest.width;
+    return VB == 64 || dense ? nest.applied.per_part : lane_block<T>;
+  }
+  int64_t some_steps() const {
+    const int64_t apart = step_of_x() * (int64_t)sizeof(T);
+    return apart % 64 == 0 && apart % 4096 ? all_steps() : lane_block<T>;
+  }
+  int64_t step_of_x() const {
+    const Lines &lines = nest.applied;
+    return lines.loops ? lines.loop[lines.loops - 1].step[X] : 0;
+  }
+  // f(steps) for so many that are summed in the compute type.
+  template <class F> static INLINE void each_total(int64_t steps, int64_t most, const F &f) {
+    for (; steps > 0; steps -= most) f(smaller(most, steps));
   }
 
   // Blocks for sums. A processor that fetches what comes next by itself wants to see memory read in
@@ -255,8 +277,33 @@ template <class T> struct OfLanes {
       if (u.unsafe[j]) u.hi[j] = u.lo[j] = u.rstd[j] = 0;
     for (int64_t j = 0; j < n; j++) u.shift[j] = -u.lo[j] * u.rstd[j];
   }
+  // Whether the statistics of the lanes follow each other in memory, one for each lane.
+  bool in_a_row() const { return nest.fold == 1 && nest.stats_step == 1; }
+
+  // Saved statistics, all at once. False: some are unsafe, or they do not follow each other.
+  bool take_saved(const Place &at, Unit &u) const {
+    if (task.running_mean || !in_a_row()) return false;
+    const C *saved = (const C *)job.stats + at.at[STATS];
+    C *const arrays[] = {u.hi, u.lo, u.rstd};
+    for (C *array : arrays) {
+      memcpy(array, saved, (size_t)u.lanes * sizeof(C));
+      saved += nest.groups;
+    }
+    constexpr int D = lanes<double>;
+    const vd zero = {};
+    vl unsafe = {};
+    for (int64_t j = 0; j < u.lanes; j += D) {  // as saved_is_safe
+      const vd hi = load_as_double(u.hi + j), lo = load_as_double(u.lo + j);
+      const vd rstd = load_as_double(u.rstd + j);
+      const vl safe = (rstd >= (double)least_normal<C>) & (rstd - rstd == zero) &
+                      ((magnitude(hi + lo) >= tiny<C>) | ((hi == zero) & (lo == zero)));
+      unsafe |= ~safe & (load(u.count + j) > zero);
+    }
+    return !any(unsafe);
+  }
   // Running or saved statistics.
   NOINLINE void take_known(const Place &at, Unit &u) const {
+    if (take_saved(at, u)) return take_out_unsafe(u, false);
     Known<C> known(task, at);
     bool any_unsafe = false;
     for (int64_t j = 0; j < u.lanes; j += nest.fold) {
@@ -353,30 +400,34 @@ template <class T> struct OfLanes {
     double *s_rest = u.part(part, 2), *q_rest = u.part(part, 3);
     memset(s, 0, (size_t)u.pitch * (same<C, float> ? 2 : 4) * sizeof *s);
     if (task.mask) return sum_masked(at, u, part);
-    each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
-                             __attribute__((noinline)) {
+    each_chunk(at, part, all_steps(), [&](const Place &p, const Loop &along, int64_t steps)
+                                          __attribute__((noinline)) {
+      const int64_t step = along.step[X];
       each_sum<AT_ONCE>(u.lanes, along, [&](auto number, auto partial, int64_t lane,
                                             int64_t tail) __attribute__((always_inline)) {
         constexpr int B = decltype(number)::value;
         constexpr bool Partial = decltype(partial)::value;
         const Block<T, B, Partial> block = {tail};
-        V k[B], sums[B] = {}, squares[B] = {};
+        V k[B];
         block.constants(u.k + lane, k);
         const T *v = x(p) + lane;
-        for (int64_t step = 0; step < steps; step++, v += along.step[X]) {
+        each_total(steps, lane_block<T>, [&](int64_t steps) __attribute__((always_inline)) {
+          V sums[B] = {}, squares[B] = {};
+          for (; steps; steps--, v += step) {
 #pragma GCC unroll 16
-          for (int j = 0; j < B; j += block.ONCE) {
-            V d[block.ONCE];
-            block.take(v + j * W, d);
-            for (int i = 0; i < block.ONCE; i++) {
-              d[i] -= k[j + i];
-              sums[j + i] += d[i];
-              squares[j + i] = fma(d[i], d[i], squares[j + i]);
+            for (int j = 0; j < B; j += block.ONCE) {
+              V d[block.ONCE];
+              block.take(v + j * W, d);
+              for (int i = 0; i < block.ONCE; i++) {
+                d[i] -= k[j + i];
+                sums[j + i] += d[i];
+                squares[j + i] = fma(d[i], d[i], squares[j + i]);
+              }
             }
           }
-        }
-        block.add(s + lane, s_rest + lane, sums);
-        block.add(q + lane, q_rest + lane, squares);
+          block.add(s + lane, s_rest + lane, sums);
+          block.add(q + lane, q_rest + lane, squares);
+        });
       });
     });
   }
@@ -465,6 +516,17 @@ template <class T> struct OfLanes {
   void save_lanes(const Place &at, const Unit &u, const double *var) const {
     if (!job.stats && !job.var && !task.count) return;
     int64_t index = at.at[STATS];
+    if (in_a_row()) {
+      const auto save = [&](auto *to, const auto *from) {
+        if (to) memcpy(to + index, from, (size_t)u.lanes * sizeof *to);
+      };
+      C *const stats = (C *)job.stats;
+      save(stats, u.hi);
+      save(stats ? stats + nest.groups : nullptr, u.lo);
+      save(stats ? stats + 2 * nest.groups : nullptr, u.rstd);
+      save(job.var, var);
+      return save(task.count, u.count);
+    }
     for (int64_t j = 0; j < u.lanes; j += nest.fold, index += nest.stats_step)
       save_statistics(task, index, u.hi[j], u.lo[j], u.rstd[j], var[j], u.count[j]);
   }
@@ -515,8 +577,8 @@ template <class T> struct OfLanes {
   template <bool PerElement, bool Mixed>
   NOINLINE void apply_chunks(const Place &at, const Unit &u, int64_t part) const {
     constexpr bool Own = PerElement && !Mixed;
-    each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
-                             __attribute__((noinline)) {
+    each_chunk(at, part, some_steps(), [&](const Place &p, const Loop &along, int64_t steps)
+                                           __attribute__((noinline)) {
       // Here, in registers: beside the stores it would be read again for each vector.
       const bool given = task.running_mean && !rounded, rounds = rounded;
       const bool streamed = job.streamed;
@@ -656,8 +718,9 @@ template <class T> struct OfLanes {
     // With weights of their own a few lanes have all their constants in registers; else many lanes
     // share the sums of a step.
     constexpr int MANY = PerElement ? FEW : AT_ONCE;
-    each_chunk<LANE_BLOCK>(at, part, [&](const Place &p, const Loop &along, int64_t steps)
-                             __attribute__((noinline)) {
+    const int64_t most = PerElement ? all_steps() : LANE_BLOCK;
+    each_chunk(at, part, most, [&](const Place &p, const Loop &along, int64_t steps)
+                                   __attribute__((noinline)) {
       const bool rounds = rounded, streamed = job.streamed;
       const int64_t x_step = along.step[X], grad_step = along.step[GRAD];
       const int64_t dx_step = along.step[DX], affine_step = along.step[AFFINE];
@@ -671,7 +734,6 @@ template <class T> struct OfLanes {
         constexpr bool Partial = decltype(partial)::value;
         constexpr bool Third = can_round<T> && PerElement;
         const Block<T, B, Partial> block = {tail};
-        V a1[B] = {}, a2[B] = {}, a3[B] = {};
         V first[B], hi[B], shift[B], rstd[B], factor[B];
         // Beyond the last lane there are zeros: the sums of a step run over whole vectors.
         block.constants(u.first + lane, first);
@@ -682,41 +744,44 @@ template <class T> struct OfLanes {
         const T *v = x(p) + lane, *g = grad(p) + lane;
         T *dx = AtOnce ? (T *)job.dx + p.at[DX] + lane : nullptr;
         int64_t affine = p.at[AFFINE];
-        for (int64_t step = 0; step < steps; step++) {
-          const V w = PerElement ? V{} : broadcast(weight[affine]);
-          V by_weight = {}, by_bias = {};
-          const bool past = AtOnce && streamed && can_stream(dx);
+        each_total(steps, LANE_BLOCK, [&](int64_t steps) __attribute__((always_inline)) {
+          V a1[B] = {}, a2[B] = {}, a3[B] = {};
+          for (; steps; steps--) {
+            const V w = PerElement ? V{} : broadcast(weight[affine]);
+            V by_weight = {}, by_bias = {};
+            const bool past = AtOnce && streamed && can_stream(dx);
 #pragma GCC unroll 8
-          for (int j = 0; j < B; j += block.ONCE) {
-            V gs[block.ONCE], vs[block.ONCE];
-            block.take(g + j * W, gs);
-            block.take(v + j * W, vs);
-            for (int i = 0; i < block.ONCE; i++) {
-              const int k = j + i;
-              const V gi = gs[i], gw = PerElement ? gi : gi * w;
-              V vi = fma(vs[i] - hi[k], rstd[k], shift[k]);
-              a1[k] += gw - first[k];
-              a2[k] = fma(vi, gw, a2[k]);
-              if (can_round<T> && rounds) vi = round_as<T>(vi);
-              if (Third && rounds) a3[k] = fma(vi, gi, a3[k]);
-              if (AtOnce) gs[i] = gi * factor[k] * rstd[k];
-              if (!PerElement) {
-                by_weight = k ? fma(vi, gi, by_weight) : vi * gi;
-                by_bias = k ? by_bias + gi : gi;
+            for (int j = 0; j < B; j += block.ONCE) {
+              V gs[block.ONCE], vs[block.ONCE];
+              block.take(g + j * W, gs);
+              block.take(v + j * W, vs);
+              for (int i = 0; i < block.ONCE; i++) {
+                const int k = j + i;
+                const V gi = gs[i], gw = PerElement ? gi : gi * w;
+                V vi = fma(vs[i] - hi[k], rstd[k], shift[k]);
+                a1[k] += gw - first[k];
+                a2[k] = fma(vi, gw, a2[k]);
+                if (can_round<T> && rounds) vi = round_as<T>(vi);
+                if (Third && rounds) a3[k] = fma(vi, gi, a3[k]);
+                if (AtOnce) gs[i] = gi * factor[k] * rstd[k];
+                if (!PerElement) {
+                  by_weight = k ? fma(vi, gi, by_weight) : vi * gi;
+                  by_bias = k ? by_bias + gi : gi;
+                }
               }
+              if (AtOnce) block.put(dx + j * W, gs, past);
             }
-            if (AtOnce) block.put(dx + j * W, gs, past);
+            if (!PerElement && for_weight) {
+              add_to(for_weight + affine * 16, by_weight);
+              add_to(for_bias + affine * 16, by_bias);
+            }
+            v += x_step, g += grad_step, affine += affine_step;
+            if (AtOnce) dx += dx_step;
           }
-          if (!PerElement && for_weight) {
-            add_to(for_weight + affine * 16, by_weight);
-            add_to(for_bias + affine * 16, by_bias);
-          }
-          v += x_step, g += grad_step, affine += affine_step;
-          if (AtOnce) dx += dx_step;
-        }
-        block.add(s1 + lane, a1);
-        block.add(s2 + lane, a2);
-        if (Third && rounds) block.add(s3 + lane, a3);
+          block.add(s1 + lane, a1);
+          block.add(s2 + lane, a2);
+          if (Third && rounds) block.add(s3 + lane, a3);
+        });
       });
     });
   }
@@ -825,7 +890,13 @@ template <class T> struct OfLanes {
       store_rounded(u.mean + j, center ? -mean : zero);
       store_rounded(u.slope + j, -slope);
     }
-    for (int64_t j = 0; j < u.lanes; j++) {
+    V none = {};  // zero where all are finite, or not a number
+    for (int64_t j = 0; j < u.lanes; j += W) {
+      const V mean = load(u.mean + j), slope = load(u.slope + j) * load(u.rstd + j);
+      none += (mean - mean) + (slope - slope);
+    }
+    const bool look = u.repair || !(::sum(none) == 0);
+    for (int64_t j = 0; look && j < u.lanes; j++) {
       u.redo[j] = u.unsafe[j] || !finite(u.mean[j]) || !finite(u.slope[j] * u.rstd[j]);
       u.repair |= u.redo[j];
     }
@@ -875,8 +946,8 @@ template <class T> struct OfLanes {
   // As apply_chunks.
   template <bool PerElement, bool Mixed>
   NOINLINE void differentiate_chunks(const Place &at, const Unit &u, int64_t part) const {
-    each_chunk(at, part, [&](const Place &p, const Loop &along, int64_t steps)
-                             __attribute__((noinline)) {
+    each_chunk(at, part, some_steps(), [&](const Place &p, const Loop &along, int64_t steps)
+                                           __attribute__((noinline)) {
       const bool streamed = job.streamed;
       const int64_t ahead = u.ahead, x_step = along.step[X], grad_step = along.step[GRAD];
       const int64_t dx_step = along.step[DX], affine_step = along.step[AFFINE];
