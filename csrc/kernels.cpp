@@ -81,9 +81,8 @@ template <class T> INLINE Scalar<T> guess_mean(const T *x, int64_t n) {
 // Adds n elements of each of R rows to its totals. beside(i): what else is done meanwhile, for each
 // four vectors from i on.
 template <class T, bool Center, int R, class Beside>
-INLINE void add_sums(const T *const (&x)[R], int64_t n, const Scalar<T> (&k)[R],
-                     Total<Vector<T>> (&total_s)[R], Total<Vector<T>> (&total_q)[R],
-                     const Beside &beside) {
+INLINE void add_sums(const T *const *x, int64_t n, const Scalar<T> *k, Total<Vector<T>> *total_s,
+                     Total<Vector<T>> *total_q, const Beside &beside) {
   constexpr int W = lanes<T>;
   typedef Vector<T> V;
   // Read before the loop: what is done meanwhile may write.
@@ -111,11 +110,12 @@ INLINE void add_sums(const T *const (&x)[R], int64_t n, const Scalar<T> (&k)[R],
     }
     for (; i + W <= end; i += W)
       for (int r = 0; r < R; r++) add(r, 0, load(x[r] + i), 0);
-    if (i < end)
+    if (__builtin_expect(i < end, 1)) {  // in the way of short lines
       for (int r = 0; r < R; r++) add(r, 1, load(x[r] + i, end - i), end - i);
-    i = end;
+      i = end;
+    }
     // Nothing has come to the others, and adding it takes as long as a short line.
-    const bool two = n < 4 * W;
+    const bool two = __builtin_expect(n < 4 * W, 0);
     const auto merged = [&](const V *v) __attribute__((always_inline)) {
       return two ? v[0] + v[1] : (v[0] + v[1]) + (v[2] + v[3]);
     };
@@ -128,10 +128,7 @@ INLINE void add_sums(const T *const (&x)[R], int64_t n, const Scalar<T> (&k)[R],
 template <class T, bool Center>
 INLINE void add_sums(const T *x, int64_t n, Scalar<T> k, Total<Vector<T>> &s,
                      Total<Vector<T>> &q) {
-  Total<Vector<T>> sum[1] = {s}, square[1] = {q};
-  add_sums<T, Center, 1>({x}, n, {k}, sum, square, [](int64_t) {});
-  s = sum[0];
-  q = square[0];
+  add_sums<T, Center, 1>(&x, n, &k, &s, &q, [](int64_t) {});
 }
 
 // Whether the sums of n elements show a shift too far from the mean: (s / n)^2 is above the variance, or
@@ -861,19 +858,24 @@ void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t 
 
 // ---- the nests: whole units, or steps of them
 
-// body(units, those that come next, if any), for up to `most` units at a time.
+// body(units, those that come next), for up to `most` units at a time. Without `looks` none come next.
 template <class Of, class Body>
-INLINE void each_batch(const Of &of, int64_t unit, int64_t end, int most, const Body &body) {
+INLINE void each_batch(const Of &of, int64_t unit, int64_t end, int most, bool looks,
+                       const Body &body) {
   Units<Of::TOGETHER> batch[2];
   const auto take = [&](Units<Of::TOGETHER> &units, int64_t first) {
     units.first = first;
     units.count = (int)smaller(most, end - first);
     if (units.count) of.places(first, units.count, units.at);
   };
-  take(batch[0], unit);
-  for (int b = 0; batch[b].count; b = !b) {
-    take(batch[!b], batch[b].first + batch[b].count);
+  batch[1].count = 0;
+  int b = 0;
+  for (take(batch[b], unit); batch[b].count;) {
+    const int64_t behind = batch[b].first + batch[b].count;
+    if (looks) take(batch[!b], behind);
     body(batch[b], batch[!b]);
+    if (looks) b = !b;
+    else take(batch[b], behind);
   }
 }
 // From x of these units to that of the next ones, which is to be fetched meanwhile; 0: nothing is.
@@ -900,7 +902,7 @@ template <class Of> void forward_all(const Task &task, int64_t unit, int64_t end
     if (u.repair) of.repair(at, u);
   };
   typename Of::Guesses guesses = {};
-  each_batch(of, unit, end, of.together(), [&](const auto &units, const auto &next) {
+  each_batch(of, unit, end, of.together(), !known, [&](const auto &units, const auto &next) {
     const int64_t ahead = distance(fetches, units, next);
     if (of.forward_together(units, next, ahead, guesses)) return;
     for (int k = 0; k < units.count; k++) one(units.at[k], units.first + k, ahead);
@@ -921,7 +923,7 @@ template <class Of> void backward_all(const Task &task, int64_t unit, int64_t en
     for (int64_t p = parts; p-- > 0;) of.apply_backward(at, u, p);
     if (u.repair) of.repair_backward(at, u);
   };
-  each_batch(of, unit, end, of.together(), [&](const auto &units, const auto &next) {
+  each_batch(of, unit, end, of.together(), fetches, [&](const auto &units, const auto &next) {
     const int64_t ahead = distance(fetches, units, next);
     if (of.backward_together(units.at, units.count, ahead)) return;
     for (int k = 0; k < units.count; k++) one(units.at[k], units.first + k, ahead);

@@ -198,21 +198,18 @@ template <class T> struct OfLanes {
   // at a time BatchNorm in channels_last took a tenth longer. But what is written to in steps that begin
   // within a line of the cache is to come back while that line is near, and lines that lie whole pages
   // apart contend for one place in the first cache.
-  // Nor may what is read of each step be short, as it is in few registers, unless the next one follows.
-  int64_t all_steps() const {
-    const bool dense = step_of_x() == nest.width;
-    return VB == 64 || dense ? nest.applied.per_part : lane_block<T>;
-  }
+  // Vectors of less than a line take 16 steps always: all of them took a quarter longer.
+  static constexpr bool WHOLE_PARTS = VB == 64;
+  int64_t all_steps(int64_t block) const { return WHOLE_PARTS ? nest.applied.per_part : block; }
   int64_t some_steps() const {
-    const int64_t apart = step_of_x() * (int64_t)sizeof(T);
-    return apart % 64 == 0 && apart % 4096 ? all_steps() : lane_block<T>;
-  }
-  int64_t step_of_x() const {
     const Lines &lines = nest.applied;
-    return lines.loops ? lines.loop[lines.loops - 1].step[X] : 0;
+    const int64_t step = lines.loops ? lines.loop[lines.loops - 1].step[X] : 0;
+    const int64_t apart = step * (int64_t)sizeof(T);
+    return apart % 64 == 0 && apart % 4096 ? all_steps(lane_block<T>) : lane_block<T>;
   }
   // f(steps) for so many that are summed in the compute type.
   template <class F> static INLINE void each_total(int64_t steps, int64_t most, const F &f) {
+    if (!WHOLE_PARTS) return f(steps);
     for (; steps > 0; steps -= most) f(smaller(most, steps));
   }
 
@@ -400,7 +397,8 @@ template <class T> struct OfLanes {
     double *s_rest = u.part(part, 2), *q_rest = u.part(part, 3);
     memset(s, 0, (size_t)u.pitch * (same<C, float> ? 2 : 4) * sizeof *s);
     if (task.mask) return sum_masked(at, u, part);
-    each_chunk(at, part, all_steps(), [&](const Place &p, const Loop &along, int64_t steps)
+    each_chunk(at, part, all_steps(lane_block<T>),
+               [&](const Place &p, const Loop &along, int64_t steps)
                                           __attribute__((noinline)) {
       const int64_t step = along.step[X];
       each_sum<AT_ONCE>(u.lanes, along, [&](auto number, auto partial, int64_t lane,
@@ -718,7 +716,7 @@ template <class T> struct OfLanes {
     // With weights of their own a few lanes have all their constants in registers; else many lanes
     // share the sums of a step.
     constexpr int MANY = PerElement ? FEW : AT_ONCE;
-    const int64_t most = PerElement ? all_steps() : LANE_BLOCK;
+    const int64_t most = PerElement ? all_steps(LANE_BLOCK) : LANE_BLOCK;
     each_chunk(at, part, most, [&](const Place &p, const Loop &along, int64_t steps)
                                    __attribute__((noinline)) {
       const bool rounds = rounded, streamed = job.streamed;
