@@ -327,8 +327,13 @@ INLINE void apply_line(const T *x, Out *y, int64_t n, const Constants<Scalar<T>>
     each_element<!PerLane && !PerElement>(x, ahead, head, n, out, value);
   };
   // Running statistics do not bound xhat: it may overflow where xhat * weight does not. For a line with one
-  // weight the product is made once, which takes a fifth less, unless it is no normal number.
-  if (!rounded && (given || (!PerLane && !PerElement && is_normal(*c.rstd * *weight)))) {
+  // weight the product is made once, which takes a fifth less, unless it is no normal number or what is
+  // added to all overflows, which the sums need not.
+  const auto once = [&]() __attribute__((always_inline)) {
+    return is_normal(*c.rstd * *weight) &&
+           finite(fma(standardized.shift(0, 0), w(0, 0), b(0, 0))[0]);
+  };
+  if (!rounded && (given || (!PerLane && !PerElement && once()))) {
     each([&](V v, int64_t i, int64_t tail) __attribute__((always_inline)) {
       return fma(v - standardized.hi(i, tail), standardized.rstd(i, tail) * w(i, tail),
                  fma(standardized.shift(i, tail), w(i, tail), b(i, tail)));

@@ -49,7 +49,7 @@ def exact(x: torch.Tensor, scheme: Scheme, *parameters: torch.Tensor | None) -> 
     arrays = [None if p is None else p.double().numpy().astype(np.longdouble) for p in parameters]
     with np.errstate(all="ignore"):
         y, _ = reference.forward(x.numpy().astype(np.longdouble), scheme, *arrays)
-    return torch.from_numpy(y.astype(np.float64))
+        return torch.from_numpy(y.astype(np.float64))
 
 
 def native(x: torch.Tensor, scheme: Scheme, *parameters: torch.Tensor | None) -> torch.Tensor:
@@ -117,6 +117,38 @@ def test_hard_float64(scale: float, center: bool, eps: float) -> None:
     scheme = Scheme("... [d]", center=center, eps=eps)
     for row, correct in zip(native(x, scheme), exact(x, scheme), strict=True):
         assert_close(row, correct)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 11, 14, 14), (1, 11, 3, 5), (1, 11, 56, 57)])
+def test_rstd_times_weight_out_of_range(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A line multiplies by one product, unless that, or what is added to all, is out of range."""
+    scheme = Scheme("n c [h w]; affine=c; eps=0")
+    x, weight, bias = values(shape, dtype), values((11,), dtype, 1), values((11,), dtype, 2)
+    small, high, large, low, top = (
+        (-440, 600, 500, -560, 1023) if dtype == torch.float64 else (-49, 80, 60, -80, 127)
+    )
+    x[:, 2] *= 2.0**small  # infinite
+    weight[2] = 2.0**high
+    x[:, 5] *= 2.0**large  # a denormal
+    weight[5], bias[5] = 2.0**low, 0
+    weight[6], bias[6] = 2.0 ** (low - 40), 0
+    weight[7] = 0
+    x[:, 8:10].flatten(2)[..., :64] += 2  # the mean of these is far from that of all
+    weight[8], bias[8] = 2.0**top, 1.9 * 2.0**top
+    weight[9], bias[9] = -(2.0**top), -1.9 * 2.0**top
+
+    y = native(x, scheme, weight, bias)
+    correct = exact(x, scheme, weight, bias)
+    for i in range(11):
+        line, wanted = y[:, i], correct[:, i]
+        fits = wanted.abs() < 0.99 * torch.finfo(dtype).max
+        assert fits.any()
+        assert_close(line[fits], wanted[fits])
+        alone = native(x[:, i : i + 1].clone(), scheme, weight[i : i + 1], bias[i : i + 1])
+        assert torch.equal(alone[:, 0], line)
+    rectified = axisnorm.normalize(x, scheme, weight, bias, activation="relu")
+    assert torch.equal(rectified, y.relu())
 
 
 def test_offset_rows_within_a_millionth() -> None:
@@ -252,6 +284,45 @@ def test_same_bits_whatever_the_batch(dtype: torch.dtype, center: bool) -> None:
         for rows in (slice(0, 1), slice(1, 4), slice(7, 12), slice(30, 37), slice(36, 37)):
             part, part_dx = run(rows)
             assert torch.equal(part, y[rows]) and torch.equal(part_dx, dx[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
+def test_rows_beside_bad_ones_have_the_bits_of_a_row_alone(
+    dtype: torch.dtype, center: bool
+) -> None:
+    """The moments of the next rows are taken while two are written, unless one needs the slow path."""
+    scheme = Scheme("... [d]; affine=d; eps=1e-40", center=center)
+    largest = torch.finfo(dtype).max
+    # Around multiples of four vectors of 2 to 16 elements, and beyond a block of sums.
+    for n in (1, 3, 8, 9, 16, 31, 32, 33, 63, 64, 65, 95, 127, 128, 130, 192, 257, 1100):
+        x, grad = values((9, n), dtype), values((9, n), dtype, 3)
+        weight, bias = values((n,), dtype, 1), values((n,), dtype, 2)
+
+        def run(x: torch.Tensor, rows: slice) -> tuple[torch.Tensor, ...]:
+            leaf = x[rows].clone().requires_grad_()
+            y = axisnorm.normalize(leaf, scheme, weight, bias)  # noqa: B023
+            dx = torch.autograd.grad(y, leaf, grad[rows])[0]  # noqa: B023
+            moments = axisnorm.statistics(x[rows], scheme)
+            return tuple(t.nan_to_num(0.5) for t in (y.detach(), dx, *moments) if t is not None)
+
+        far = x[0].clone()
+        far[:64] += 1000
+        bad = [
+            torch.full_like(far, float("nan")),
+            far.sign() * largest,
+            far * torch.finfo(dtype).tiny,
+            torch.full_like(far, 0.1),
+            far,
+        ]
+        for first in range(9):
+            changed = x.clone()
+            for k in range(first, 9, 3):
+                changed[k] = bad[(first + k) % len(bad)]
+            together = run(changed, slice(None))
+            for i in range(9):
+                for row, alone in zip(together, run(changed, slice(i, i + 1)), strict=True):
+                    assert torch.equal(row[i], alone[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
