@@ -460,7 +460,7 @@ template <class T> struct OfLanes {
     fold(s, u.lanes);
     fold(q, u.lanes);
     if (center && u.passes++ == 0) {
-      // The shift is more than 1.5 deviations off (half of one in double, see moments), or not a
+      // The shift is more than 1.5 deviations off (half of one in double, see settle_rows), or not a
       // number.
       constexpr double factor = same<C, double> ? 5 : 13.0 / 9.0;
       constexpr int D = lanes<double>;
