@@ -469,6 +469,11 @@ template <class T, bool Center, bool Rounded, int R> struct Writer {
         store(y[k] + i + j, value(load(x[k] + i + j), row[k], weight, bias));
     }
   }
+  INLINE void part(int64_t i, int64_t count) const {
+    const V weight = load(w + (i & w_mask), count), bias = load(b + (i & b_mask), count);
+    for (int k = 0; k < R; k++)
+      store(y[k] + i, value(load(x[k] + i, count), row[k], weight, bias), count);
+  }
   INLINE void rest(int64_t i, int64_t ahead, bool streamed) const {
     for (; i + W <= n; i += W) {
       const V weight = load(w + (i & w_mask)), bias = load(b + (i & b_mask));
@@ -477,17 +482,33 @@ template <class T, bool Center, bool Rounded, int R> struct Writer {
         write(y[k] + i, value(load(x[k] + i), row[k], weight, bias), streamed);
       }
     }
-    if (i == n) return;
-    const V weight = load(w + (i & w_mask), n - i), bias = load(b + (i & b_mask), n - i);
-    for (int k = 0; k < R; k++)
-      store(y[k] + i, value(load(x[k] + i, n - i), row[k], weight, bias), n - i);
+    if (i < n) part(i, n - i);
   }
 };
+// Whether whole vectors of each row are written within lines of the caches, or rows are so short that it
+// matters less than what two of them share.
+template <class T> INLINE bool begin_lines(const T *rows, int64_t stride, int64_t n) {
+  return n < 32 * lanes<T> || (!head_of(rows, n) && !head_of(rows + stride, n));
+}
+// A row that does not begin a line. Two such rows begin at different weights.
+template <class T, bool Center, bool Rounded>
+NOINLINE void apply_one(const Job &job, const Affine &affine, int64_t r, const Moments<T, 1> &m) {
+  const Writer<T, Center, Rounded, 1> writer(job, affine, r, m);
+  const int64_t head = head_of(writer.y[0], job.n);
+  if (head) writer.part(0, head);
+  writer.rest(head, job.singly ? 0 : job.x_stride,
+              job.streamed && can_stream(writer.y[0] + head));
+}
 // Not inline: its loop needs all general registers. While these rows are written, the next ones are
 // fetched: up to a fifth faster where x is in no cache. The address may lie behind the last row, which a
 // prefetch may.
 template <class T, bool Center, bool Rounded, int R>
 NOINLINE void apply(const Job &job, const Affine &affine, int64_t r, const Moments<T, R> &m) {
+  if (!begin_lines((const T *)job.y + r * job.y_stride, R > 1 ? job.y_stride : 0, job.n)) {
+    for (int k = 0; k < R; k++)
+      apply_one<T, Center, Rounded>(job, affine, r + k, {{m.hi[k]}, {m.lo[k]}, {m.rstd[k]}, {}, false});
+    return;
+  }
   const Writer<T, Center, Rounded, R> writer(job, affine, r, m);
   bool streamed = job.streamed;
   for (int k = 0; k < R; k++) streamed &= can_stream(writer.y[k]);
@@ -569,7 +590,8 @@ int64_t forward_overlapped(const Job &job, const Affine &affine, int64_t r, int6
 template <class T, bool Center, bool Rounded>
 void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
-  if (job.overlapped) r = forward_overlapped<T, Center, Rounded, R>(job, affine, r, end);
+  if (job.overlapped && begin_lines((const T *)job.y, job.y_stride, job.n))
+    r = forward_overlapped<T, Center, Rounded, R>(job, affine, r, end);
   for (; r + R <= end && !job.singly; r += R) forward_block<T, Center, Rounded, R>(job, affine, r);
   for (; r < end; r++) forward_block<T, Center, Rounded, 1>(job, affine, r);
 }
@@ -750,17 +772,29 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
   } else {
     i = 0;
   }
-  bool streamed = job.streamed;
-  for (int k = 0; k < R; k++) streamed &= can_stream(dx[k]);
-  for (; i + W <= n; i += W) {
-    const V weight = load(w + (i & w_mask));
-    for (int k = 0; k < R; k++)
-      write(dx[k] + i, derivative(load(g[k] + i), load(x[k] + i), weight, k), streamed);
-  }
-  if (i < n) {
+  const auto write_part = [&](int k, int64_t i, int64_t count, V weight) __attribute__((always_inline)) {
+    store(dx[k] + i, derivative(load(g[k] + i, count), load(x[k] + i, count), weight, k), count);
+  };
+  const auto write_rows = [&](int64_t i, int first, int last) __attribute__((always_inline)) {
+    bool streamed = job.streamed;
+    for (int k = first; k < last; k++) streamed &= can_stream(dx[k] + i);
+    for (; i + W <= n; i += W) {
+      const V weight = load(w + (i & w_mask));
+      for (int k = first; k < last; k++)
+        write(dx[k] + i, derivative(load(g[k] + i), load(x[k] + i), weight, k), streamed);
+    }
+    if (i == n) return;
     const V weight = load(w + (i & w_mask), n - i);
-    for (int k = 0; k < R; k++)
-      store(dx[k] + i, derivative(load(g[k] + i, n - i), load(x[k] + i, n - i), weight, k), n - i);
+    for (int k = first; k < last; k++) write_part(k, i, n - i, weight);
+  };
+  if (i < n && !begin_lines(dx[0], R > 1 ? job.dx_stride : 0, n)) {
+    for (int k = 0; k < R; k++) {
+      const int64_t head = head_of(dx[k], n);
+      if (head) write_part(k, 0, head, load(w, head));
+      write_rows(head, k, k + 1);
+    }
+  } else if (i < n) {
+    write_rows(0, 0, R);
   }
   for (int k = 0; k < R; k++)
     if (__builtin_expect(redo[k], 0))

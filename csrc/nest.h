@@ -296,15 +296,6 @@ INLINE void each_element(const T *x, int64_t ahead, int64_t head, int64_t n, con
   }
 }
 
-// So many elements until whole vectors are written within lines of the caches, where these are as long:
-// of lines of 14 times 14 every fourth one begins so.
-template <class T> INLINE int64_t head_of(const T *out, int64_t n) {
-  constexpr int64_t W = lanes<T>, BYTES = W * (int64_t)sizeof(T);
-  const int64_t before = (int64_t)((uintptr_t)out % BYTES);
-  const bool pays = VB == 64 && n >= 8 * W && before && before % (int64_t)sizeof(T) == 0;
-  return pays ? (BYTES - before) / (int64_t)sizeof(T) : 0;
-}
-
 // Rounding to a type that is computed in itself changes nothing.
 template <class T> constexpr bool can_round = !same<T, Scalar<T>>;
 
@@ -359,15 +350,16 @@ template <class T, int Kind>
 INLINE void activate(const Scalar<T> *z, const T *grad, T *y, int64_t n, bool streamed) {
   typedef Vector<T> V;
   const Output<T> out(y, streamed);
+  const int64_t head = head_of(y, n);
   const auto value = [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
     return tail ? load(z + i, tail) : load(z + i);
   };
   if (!grad)
-    each_vector<lanes<T>>(0, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       return activated<Kind>(value(i, tail));
     });
   else
-    each_vector<lanes<T>>(0, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
+    each_vector<lanes<T>>(head, n, out, [&](int64_t i, int64_t tail) __attribute__((always_inline)) {
       const V g = tail ? load(grad + i, tail) : load(grad + i);
       return derived<Kind>(value(i, tail), g);
     });
@@ -384,7 +376,7 @@ NOINLINE void activate(int32_t kind, const Scalar<T> *z, const T *grad, T *y, in
 // norm(i, k, z) gives the k values z from the i-th on.
 template <class T, class Norm>
 INLINE void each_strip(const Job &job, const T *grad, T *y, int64_t n, const Norm &norm) {
-  Scalar<T> z[STAGED];
+  alignas(VB) Scalar<T> z[STAGED];
   for (int64_t i = 0; i < n; i += STAGED) {
     const int64_t k = smaller(STAGED, n - i);
     norm(i, k, z);

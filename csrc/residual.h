@@ -83,8 +83,12 @@ __attribute__((noinline)) void add_row(const Job &job, const Dropout *dropout, i
   const int64_t n = job.n;
   int64_t i = 0;
   if (!dropout) {
+    const auto part = [&](int64_t count) __attribute__((always_inline)) {
+      store(h + i, load(residual + i, count) + load(x + i, count), count);
+    };
+    if (const int64_t head = head_of(h, n)) part(head), i = head;
     for (; i + W <= n; i += W) store(h + i, load(residual + i) + load(x + i));
-    if (i < n) store(h + i, load(residual + i, n - i) + load(x + i, n - i), n - i);
+    if (i < n) part(n - i);
     return;
   }
   for (; i < n; i += Philox::COLUMNS) {
@@ -112,14 +116,16 @@ INLINE void store_gradients(const Job &job, int64_t r, const Derivative &derivat
   const int64_t n = job.n;
   const T *grad_h = job.grad_h ? (const T *)job.grad_h + r * job.grad_h_stride : nullptr;
   T *dh = job.dx ? (T *)job.dx + r * job.dx_stride : nullptr;
-  const auto total = [&](int64_t c) __attribute__((always_inline)) {
-    V v = derivative(c, n - c);
-    if (grad_h) v += load_part(grad_h + c, n - c);
-    if (dh) store_part(dh + c, v, n - c);
+  const auto total = [&](int64_t c, int64_t k) __attribute__((always_inline)) {
+    V v = derivative(c, k);
+    if (grad_h) v += load_part(grad_h + c, k);
+    if (dh) store_part(dh + c, v, k);
     return v;
   };
   if (!job.dropped_dx) {
-    for (int64_t c = 0; c < n; c += W) total(c);
+    const int64_t head = head_of(dh, n);
+    if (head) total(0, head);
+    for (int64_t c = head; c < n; c += W) total(c, n - c);
     return;
   }
   T *dx = (T *)job.dropped_dx + r * job.dropped_dx_stride;
@@ -127,7 +133,7 @@ INLINE void store_gradients(const Job &job, int64_t r, const Derivative &derivat
   for (int64_t i = 0; i < n; i += Philox::COLUMNS) {
     const Dropout::Bits bits = dropout.bits(r, i);
     for (int64_t c = i; c < n && c < i + Philox::COLUMNS; c += W)
-      store_part(dx + c, dropout.apply(bits, (int)((c - i) / W), total(c)), n - c);
+      store_part(dx + c, dropout.apply(bits, (int)((c - i) / W), total(c, n - c)), n - c);
   }
 }
 

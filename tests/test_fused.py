@@ -520,7 +520,7 @@ def test_same_bits_whatever_rows_follow(dtype: torch.dtype) -> None:
 @Dropped
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_gradients(dtype: torch.dtype, p: float, prenorm: bool) -> None:
-    for rows, n in ((1, 17), (3, 8), (4, 64), (5, 129), (70, 40), (33, 768)):
+    for rows, n in ((1, 17), (3, 8), (4, 64), (5, 129), (70, 40), (33, 768), (5, 1100)):
         x, r, w, b = leaves((rows, n), dtype)
         grads = values((rows, n), dtype, 5), values((rows, n), dtype, 6)
         y, h = add(x, r, w, b, p)

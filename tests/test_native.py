@@ -196,7 +196,9 @@ def test_constant_group_gives_exactly_the_bias(
         "... [d]; affine=d; weight_offset=1; correction=1",
     ],
 )
-@pytest.mark.parametrize(("rows", "n"), [(1, 17), (4, 64), (7, 129), (300, 40), (33, 768)])
+@pytest.mark.parametrize(
+    ("rows", "n"), [(1, 17), (4, 64), (7, 129), (300, 40), (33, 768), (5, 1100)]
+)
 def test_backward(dtype: torch.dtype, text: str, rows: int, n: int) -> None:
     scheme = Scheme(text).replace(eps=1e-5)
     x, grad = values((rows, n), dtype) * 2 + 3, values((rows, n), dtype, 3)
@@ -253,7 +255,7 @@ def test_negative_eps_is_the_formula() -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "n"), [(1000, 65), (257, 768), (4097, 9)])
+@pytest.mark.parametrize(("rows", "n"), [(1000, 65), (257, 768), (4097, 9), (65, 1100)])
 def test_same_bits_for_every_thread_count(dtype: torch.dtype, rows: int, n: int) -> None:
     x, grad = values((rows, n), dtype), values((rows, n), dtype, 3)
     weight, bias = values((n,), dtype, 1), values((n,), dtype, 2)
@@ -271,7 +273,7 @@ def test_same_bits_for_every_thread_count(dtype: torch.dtype, rows: int, n: int)
 @pytest.mark.parametrize("center", [True, False], ids=["layer_norm", "rms_norm"])
 def test_same_bits_whatever_the_batch(dtype: torch.dtype, center: bool) -> None:
     scheme = Scheme("... [d]; affine=d", center=center)
-    for n in (5, 64, 100, 768):
+    for n in (5, 64, 100, 768, 1100):
         x, grad = values((37, n), dtype), values((37, n), dtype, 3)
         weight, bias = values((n,), dtype, 1), values((n,), dtype, 2)
 
@@ -323,6 +325,34 @@ def test_rows_beside_bad_ones_have_the_bits_of_a_row_alone(
             for i in range(9):
                 for row, alone in zip(together, run(changed, slice(i, i + 1)), strict=True):
                     assert torch.equal(row[i], alone[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "text",
+    ["... [d]; affine=d", "... [d]; center=false", "... [d]; affine=d; rounding=before_affine"],
+)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_same_bits_wherever_the_output_stands(
+    text: str, dtype: torch.dtype, activation: str | None
+) -> None:
+    """Long rows are written from the first whole vector in a line of the caches on."""
+    scheme, rows = Scheme(text), 3
+    for n in (600, 1100, 2100):
+        x = values((rows, n), dtype)
+        weight, bias = values((n,), dtype, 1), values((n,), dtype, 2)
+        parameters = (weight, bias) if scheme.affine else (None, None)
+        correct = axisnorm.normalize(x, scheme, *parameters, activation=activation)
+        if activation is None and scheme.rounding == "once":
+            assert_close(correct, exact(x, scheme, *parameters))
+        for offset in range(18):
+            memory = torch.full((rows * n + 40,), 7.0, dtype=dtype)
+            inside = memory[offset : offset + rows * n]
+            out = inside.view(rows, n)
+            axisnorm.normalize(x, scheme, *parameters, activation=activation, out=out)
+            assert torch.equal(out, correct)
+            inside.fill_(7)
+            assert (memory == 7).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

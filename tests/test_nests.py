@@ -749,6 +749,7 @@ def running_statistics(
     [
         ("... [d]; affine=d", (7, 64), False),
         ("... [d]; affine=d", (5, 70), False),
+        ("... [d]; affine=d", (5, 1100), False),
         ("n c [...]; affine=c", (3, 5, 8, 8), False),
         ("n (g=4 [c]) [...]; affine=g c", (2, 64, 3, 3), True),
         ("[n] c [...]; affine=c", (2, 64, 5, 5), True),
@@ -793,6 +794,7 @@ def test_writing_past_the_caches_gives_the_same_bits(
     "text,shape,channels_last",
     [
         ("... [d]; affine=d", (7, 70), False),
+        ("... [d]; affine=d", (7, 1100), False),
         ("... [d]", (7, 70), False),
         ("n c [...]; affine=c", (3, 5, 8, 9), False),
         ("n (g=4 [c]) [...]; affine=g c", (5, 64, 3, 3), False),
