@@ -138,9 +138,15 @@ template <class T, class D> INLINE auto too_far(D s, D q, double n) {
   return !(factor * s * s <= n * q);
 }
 
-// Whether hi + lo are the mean with all its digits.
-template <class C> INLINE bool mean_is_safe(double hi, double lo) {
-  return __builtin_fabs(hi + lo) >= tiny<C> || (hi == 0 && lo == 0);
+// Whether a mean hi + lo is so small that C has not all its digits.
+template <class C, class D> INLINE auto is_short(D hi, D lo) {
+  const D zero = {};
+  return (magnitude(hi + lo) < tiny<C>) & ((hi != zero) | (lo != zero));
+}
+// Whether the statistics of a group are no use: not finite, or without all their digits. Or those of as
+// many groups as D has lanes.
+template <class C, class D> INLINE auto is_unsafe(D hi, D lo, D rstd) {
+  return (rstd < (double)least_normal<C>) | (rstd - rstd != D{}) | is_short<C>(hi, lo);
 }
 
 // What the sums of groups are divided by: their valid elements, and those less the correction. Quick:
@@ -168,9 +174,7 @@ INLINE auto settle(const Job &job, D hi, D s, D q, const Sizes<D, Quick> &sizes,
   store_rounded(var, v);
   auto redo = (v - v != zero) | ((root < (double)least_normal<C>) & (root >= zero));
   if (job.eps < tiny<C>) redo |= v < tiny<C>;
-  if (job.center)
-    redo |= ((magnitude(hi + mean) < tiny<C>) & ((hi != zero) | (mean != zero))) |
-            ((mean == zero) & (s != zero));
+  if (job.center) redo |= is_short<C>(hi, mean) | ((mean == zero) & (s != zero));
   return redo;
 }
 
@@ -803,9 +807,8 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
 
 // Whether the saved statistics of row r have all their digits. Otherwise it is redone from x.
 template <class T> inline bool stats_are_safe(const Job &job, int64_t r) {
-  typedef Scalar<T> C;
-  const C *stats = (const C *)job.stats + r, rstd = stats[2 * job.rows];
-  return rstd >= least_normal<C> && finite(rstd) && mean_is_safe<C>(stats[0], stats[job.rows]);
+  const Scalar<T> *stats = (const Scalar<T> *)job.stats + r;
+  return !is_unsafe<Scalar<T>, double>(stats[0], stats[job.rows], stats[2 * job.rows]);
 }
 
 template <class T, bool Center, bool Rounded, Wanted P>
@@ -1019,7 +1022,7 @@ NOINLINE double sum_again(const Task &task, int64_t a, bool by_xhat) {
       }
       const C *stats = (const C *)job.stats + at.at[STATS] + group * nest.stats_step;
       const double hi = stats[0], lo = stats[nest.groups], rstd = stats[2 * nest.groups];
-      if (saved_is_safe((C)hi, (C)lo, (C)rstd))
+      if (!is_unsafe<C>(hi, lo, rstd))
         return each([&](double v) { return rounded(((v - hi) - lo) * rstd); });
       double count = 0;
       each_valid(task, at, group * fold, fold, [&](const Place &, int64_t) { count++; });

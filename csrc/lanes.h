@@ -287,15 +287,10 @@ template <class T> struct OfLanes {
       saved += nest.groups;
     }
     constexpr int D = lanes<double>;
-    const vd zero = {};
     vl unsafe = {};
-    for (int64_t j = 0; j < u.lanes; j += D) {  // as saved_is_safe
-      const vd hi = load_as_double(u.hi + j), lo = load_as_double(u.lo + j);
-      const vd rstd = load_as_double(u.rstd + j);
-      const vl safe = (rstd >= (double)least_normal<C>) & (rstd - rstd == zero) &
-                      ((magnitude(hi + lo) >= tiny<C>) | ((hi == zero) & (lo == zero)));
-      unsafe |= ~safe & (load(u.count + j) > zero);
-    }
+    for (int64_t j = 0; j < u.lanes; j += D)
+      unsafe |= is_unsafe<C>(load_as_double(u.hi + j), load_as_double(u.lo + j),
+                             load_as_double(u.rstd + j)) & (load(u.count + j) > vd{});
     return !any(unsafe);
   }
   // Running or saved statistics.
@@ -890,7 +885,9 @@ template <class T> struct OfLanes {
     }
     V none = {};  // zero where all are finite, or not a number
     for (int64_t j = 0; j < u.lanes; j += W) {
-      const V mean = load(u.mean + j), slope = load(u.slope + j) * load(u.rstd + j);
+      const int64_t left = u.lanes - j;
+      const V mean = load_part(u.mean + j, left);
+      const V slope = load_part(u.slope + j, left) * load_part(u.rstd + j, left);
       none += (mean - mean) + (slope - slope);
     }
     const bool look = u.repair || !(::sum(none) == 0);

@@ -552,9 +552,6 @@ template <class C> inline bool given_is_safe(C hi, C rstd) {
   constexpr C most = same<C, float> ? (C)0x1p100 : (C)0x1p900;
   return __builtin_fabs((double)hi) < (double)most && rstd >= least_normal<C> && finite(rstd);
 }
-template <class C> inline bool saved_is_safe(C hi, C lo, C rstd) {
-  return rstd >= least_normal<C> && finite(rstd) && mean_is_safe<C>(hi, lo);
-}
 
 // Running or saved statistics of a group, and of those that follow it in a tile of lanes.
 template <class C> class Known {
@@ -569,7 +566,7 @@ template <class C> class Known {
   C lo() const { return p_[pitch_]; }
   C rstd() const { return p_[2 * pitch_]; }
   bool is_safe() const {
-    return running_ ? given_is_safe(hi(), rstd()) : saved_is_safe(hi(), lo(), rstd());
+    return running_ ? given_is_safe(hi(), rstd()) : !is_unsafe<C, double>(hi(), lo(), rstd());
   }
   void step() { p_ += step_; }
 
