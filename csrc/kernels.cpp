@@ -54,34 +54,43 @@ template <class T, int R> struct Moments {
   bool redo;  // of one of them, not valid: to be computed by Exact
 };
 
+// What elements are read from: memory, or sums of what stands in two places.
+template <class P> struct ElementsOf;
+template <class T> struct ElementsOf<T *> { typedef T type; };
+template <class T> struct ElementsOf<const T *> { typedef T type; };
+template <class T, bool Writes> struct ElementsOf<Sums<T, Writes>> { typedef T type; };
+template <class P> using Element = typename ElementsOf<P>::type;
+
 // The first one of n elements.
-template <class T> INLINE Scalar<T> first_of(const T *x, int64_t n) {
-  return (n < lanes<T> ? load(x, n) : load(x))[0];
+template <class P> INLINE Scalar<Element<P>> first_of(P x, int64_t n) {
+  return (n < lanes<Element<P>> ? load(x, n) : load(x))[0];
 }
 
 // A value near the mean, exactly the common value if all elements are equal.
 constexpr int64_t NEAR = 64;  // elements that it is the mean of
-template <class T> INLINE Vector<T> sum_near(const T *x, int64_t m, Scalar<T> *x0) {
-  constexpr int W = lanes<T>;
+template <class P>
+INLINE Vector<Element<P>> sum_near(P x, int64_t m, Scalar<Element<P>> *x0) {
+  constexpr int W = lanes<Element<P>>;
   *x0 = first_of(x, m);
-  Vector<T> s[2] = {};
+  Vector<Element<P>> s[2] = {};
   int64_t i = 0;
   for (; i + 2 * W <= m; i += 2 * W) s[0] += load(x + i) - *x0, s[1] += load(x + i + W) - *x0;
   if (i + W <= m) s[0] += load(x + i) - *x0, i += W;
   if (i < m) s[1] += keep(load(x + i, m - i) - *x0, m - i);
   return s[0] + s[1];
 }
-template <class T> INLINE Scalar<T> guess_mean(const T *x, int64_t n) {
+template <class P> INLINE Scalar<Element<P>> guess_mean(P x, int64_t n) {
+  typedef Scalar<Element<P>> C;
   const int64_t m = smaller(n, NEAR);
-  Scalar<T> x0;
+  C x0;
   const double s = block_sum(sum_near(x, m, &x0));
-  return x0 + (Scalar<T>)(m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
+  return x0 + (C)(m == NEAR ? s * (1.0 / NEAR) : s / (double)m);
 }
 
 // Adds n elements of each of R rows to its totals. beside(i): what else is done meanwhile, for each
 // four vectors from i on.
-template <class T, bool Center, int R, class Beside>
-INLINE void add_sums(const T *const *x, int64_t n, const Scalar<T> *k, Total<Vector<T>> *total_s,
+template <class T, bool Center, int R, class P, class Beside>
+INLINE void add_sums(const P *x, int64_t n, const Scalar<T> *k, Total<Vector<T>> *total_s,
                      Total<Vector<T>> *total_q, const Beside &beside) {
   constexpr int W = lanes<T>;
   typedef Vector<T> V;
@@ -178,8 +187,8 @@ INLINE auto settle(const Job &job, D hi, D s, D q, const Sizes<D, Quick> &sizes,
   return redo;
 }
 
-template <class T, bool Center, int R, class Beside>
-INLINE void add_rows(const T *const (&x)[R], int64_t n, const Scalar<T> (&k)[R],
+template <class T, bool Center, int R, class P, class Beside>
+INLINE void add_rows(const P (&x)[R], int64_t n, const Scalar<T> (&k)[R],
                      Total<Vector<T>> (&s)[R], Total<Vector<T>> (&q)[R], const Beside &beside) {
   if (n >= lanes<T>) return add_sums<T, Center, R>(x, n, k, s, q, beside);
   for (int r = 0; r < R; r++) {  // saves a fifth of the time of such a row
@@ -193,9 +202,28 @@ template <class T> INLINE const T *row_of(const Job &job, int64_t r) {
   return (const T *)job.x + r * job.x_stride;
 }
 
-template <class T, bool Center, int R>
-INLINE void guess(const Job &job, int64_t r, Scalar<T> (&hi)[R]) {
-  for (int k = 0; k < R; k++) hi[k] = Center ? guess_mean(row_of<T>(job, r + k), job.n) : 0;
+// The rows of a norm, which stand in memory.
+template <class T> struct StoredRows {
+  const Job &job;
+  INLINE const T *operator()(int64_t r) const { return row_of<T>(job, r); }
+  INLINE const T *near(int64_t r) const { return row_of<T>(job, r); }
+};
+// Those of the norm of a sum, which come to stand there as they are read, unless near the mean.
+template <class T> struct SummedRows {
+  const Job &sum, &job;
+  INLINE Sums<T, true> operator()(int64_t r) const { return at<true>(r); }
+  INLINE Sums<T, false> near(int64_t r) const { return at<false>(r); }
+
+ private:
+  template <bool Writes> INLINE Sums<T, Writes> at(int64_t r) const {
+    return {row_of<T>(sum, r), (const T *)sum.residual + r * sum.residual_stride,
+            (T *)row_of<T>(job, r)};
+  }
+};
+
+template <class T, bool Center, int R, class Rows>
+INLINE void guess(const Rows &rows, int64_t n, int64_t r, Scalar<T> (&hi)[R]) {
+  for (int k = 0; k < R; k++) hi[k] = Center ? guess_mean(rows.near(r + k), n) : 0;
 }
 
 // Rows whose guess was too far off.
@@ -236,15 +264,14 @@ INLINE void settle_rows(const Job &job, int64_t r, const Total<Vector<T>> (&s)[R
 }
 
 // One row after the other: where they come from memory, two at once would come later.
-template <class T, bool Center, int R>
-INLINE void measure(const Job &job, int64_t r, Moments<T, R> &m) {
+template <class T, bool Center, int R, class Rows>
+INLINE void measure(const Job &job, const Rows &rows, int64_t r, Moments<T, R> &m) {
   Total<Vector<T>> s[R], q[R];
 #pragma GCC unroll 1
   for (int k = 0; k < R; k++) {
-    const T *const x = row_of<T>(job, r + k);
     Total<Vector<T>> of_row[2][1] = {};
-    m.hi[k] = Center ? guess_mean(x, job.n) : 0;
-    add_rows<T, Center, 1>({x}, job.n, {m.hi[k]}, of_row[0], of_row[1], [](int64_t) {});
+    m.hi[k] = Center ? guess_mean(rows.near(r + k), job.n) : 0;
+    add_rows<T, Center, 1>({rows(r + k)}, job.n, {m.hi[k]}, of_row[0], of_row[1], [](int64_t) {});
     s[k] = of_row[0][0];
     q[k] = of_row[1][0];
   }
@@ -520,17 +547,17 @@ NOINLINE void apply(const Job &job, const Affine &affine, int64_t r, const Momen
 }
 // The same, and the moments of the next rows: the one waits for memory, the other computes. m.hi is
 // a guess for those behind then, if there are more.
-template <class T, bool Center, bool Rounded, int R>
-NOINLINE void apply_and_measure(const Job &job, const Affine &affine, int64_t r, Moments<T, R> &m,
-                                Moments<T, R> &next, bool more) {
+template <class T, bool Center, bool Rounded, int R, class Rows>
+NOINLINE void apply_and_measure(const Job &job, const Rows &rows, const Affine &affine, int64_t r,
+                                Moments<T, R> &m, Moments<T, R> &next, bool more) {
   const Writer<T, Center, Rounded, R> writer(job, affine, r, m);
-  const T *x[R];
-  for (int k = 0; k < R; k++) x[k] = row_of<T>(job, r + R + k);
+  decltype(rows(r)) x[R];
+  for (int k = 0; k < R; k++) x[k] = rows(r + R + k);
   Total<Vector<T>> s[R] = {}, q[R] = {};
   add_rows<T, Center, R>(x, job.n, next.hi, s, q, [&](int64_t i) __attribute__((always_inline)) {
     writer.four(i);
   });
-  if (more) guess<T, Center, R>(job, r + 2 * R, m.hi);
+  if (more) guess<T, Center, R>(rows, job.n, r + 2 * R, m.hi);
   settle_rows<T, Center, R>(job, r + R, s, q, next);
   writer.rest(job.n & -4 * lanes<T>, 0, false);
 }
@@ -548,17 +575,18 @@ template <class T, int R> INLINE void save(const Job &job, int64_t r, const Mome
 // R rows whose moments are known.
 template <class T, bool Center, bool Rounded, int R>
 INLINE void finish_block(const Job &job, const Affine &affine, int64_t r, Moments<T, R> &m);
-template <class T, bool Center, bool Rounded, int R>
-NOINLINE void forward_block(const Job &job, const Affine &affine, int64_t r) {
+template <class T, bool Center, bool Rounded, int R, class Rows>
+NOINLINE void forward_block(const Job &job, const Rows &rows, const Affine &affine, int64_t r) {
   Moments<T, R> m;
-  measure<T, Center, R>(job, r, m);
+  measure<T, Center, R>(job, rows, r, m);
   finish_block<T, Center, Rounded, R>(job, affine, r, m);
 }
 template <class T, bool Center, bool Rounded, int R>
 INLINE void finish_block(const Job &job, const Affine &affine, int64_t r, Moments<T, R> &m) {
   if constexpr (R > 1) {
     if (__builtin_expect(m.redo, 0)) {
-      for (int k = 0; k < R; k++) forward_block<T, Center, Rounded, 1>(job, affine, r + k);
+      for (int k = 0; k < R; k++)
+        forward_block<T, Center, Rounded, 1>(job, StoredRows<T>{job}, affine, r + k);
       return;
     }
   } else if (m.redo) {
@@ -570,50 +598,60 @@ INLINE void finish_block(const Job &job, const Affine &affine, int64_t r, Moment
 
 // Blocks of R rows; the moments of the next one are taken while one is written. To the first row that
 // is left.
-template <class T, bool Center, bool Rounded, int R>
-int64_t forward_overlapped(const Job &job, const Affine &affine, int64_t r, int64_t end) {
+template <class T, bool Center, bool Rounded, int R, class Rows>
+int64_t forward_overlapped(const Job &job, const Rows &rows, const Affine &affine, int64_t r,
+                           int64_t end) {
   const int64_t last = end - (end - r) % R - R;
   Moments<T, R> of[2];  // this block and the next one: to copy them would be to wait for them
   bool known = false;
   for (int now = 0; r <= last; r += R, now = !now) {
     Moments<T, R> &m = of[now], &next = of[!now];
     if (!known) {
-      measure<T, Center, R>(job, r, m);
-      if (r < last) guess<T, Center, R>(job, r + R, next.hi);
+      measure<T, Center, R>(job, rows, r, m);
+      if (r < last) guess<T, Center, R>(rows, job.n, r + R, next.hi);
     }
     known = r < last && !m.redo;
     if (known) {
       save(job, r, m);
-      apply_and_measure<T, Center, Rounded, R>(job, affine, r, m, next, r + R < last);
+      apply_and_measure<T, Center, Rounded, R>(job, rows, affine, r, m, next, r + R < last);
     } else {
       finish_block<T, Center, Rounded, R>(job, affine, r, m);
     }
   }
   return r;
 }
-template <class T, bool Center, bool Rounded>
-void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) {
+template <class T, bool Center, bool Rounded, class Rows>
+void forward_each(const Job &job, const Rows &rows, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
   if (job.overlapped && begin_lines((const T *)job.y, job.y_stride, job.n))
-    r = forward_overlapped<T, Center, Rounded, R>(job, affine, r, end);
-  for (; r + R <= end && !job.singly; r += R) forward_block<T, Center, Rounded, R>(job, affine, r);
-  for (; r < end; r++) forward_block<T, Center, Rounded, 1>(job, affine, r);
+    r = forward_overlapped<T, Center, Rounded, R>(job, rows, affine, r, end);
+  for (; r + R <= end && !job.singly; r += R)
+    forward_block<T, Center, Rounded, R>(job, rows, affine, r);
+  for (; r < end; r++) forward_block<T, Center, Rounded, 1>(job, rows, affine, r);
+}
+template <class T, bool Center, bool Rounded>
+void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) {
+  forward_each<T, Center, Rounded>(job, StoredRows<T>{job}, affine, r, end);
 }
 
 template <class T, bool Center, bool Rounded>
 void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t end);
 
-// The norm of a sum. The rows of h are made where they are to stand, or in place of y, two at a time,
-// so that the norm finds them in the L1 cache.
+// The norm of a sum. The rows of h come to stand where they are to be, or in place of y: as their moments
+// are taken, or where that takes longer, two at a time before.
 template <class T, bool Center, bool Rounded>
 void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
-  const Dropout dropout(job);
   Job norm = job;
-  norm.singly = norm.overlapped = 0;      // they are in the cache
+  norm.singly = 0;                        // they are in the cache
   norm.streamed = job.streamed && job.h;  // in place of h, y is in the cache
   norm.x = job.h ? job.h : job.y;
   norm.x_stride = job.h ? job.h_stride : job.y_stride;
+  const T *const h = (const T *)norm.x;
+  if (!(job.dropout_p > 0) && !job.activation && begin_lines(h, norm.x_stride, job.n))
+    return forward_each<T, Center, Rounded>(norm, SummedRows<T>{job, norm}, affine, r, end);
+  norm.overlapped = 0;
+  const Dropout dropout(job);
   for (; r < end; r += R) {
     const int64_t stop = smaller(end, r + R);
     for (int64_t k = r; k < stop; k++)
@@ -870,7 +908,7 @@ void forward_activated(const Job &job, const Affine &affine, int64_t r, int64_t 
       m.hi[0] = stats[0], m.lo[0] = stats[job.rows], m.rstd[0] = stats[2 * job.rows];
       m.redo = !stats_are_safe<T>(job, r);
     } else {
-      measure<T, Center, 1>(job, r, m);
+      measure<T, Center, 1>(job, StoredRows<T>{job}, r, m);
     }
     if (m.redo) {
       forward_exact<T>(job, affine, r, m);

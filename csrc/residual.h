@@ -16,6 +16,36 @@ template <class T> INLINE void store_part(T *p, typename Compute<T>::vector v, i
   else store(p, v, k);
 }
 
+// The elements of residual + x, in their type. Writes: they are written to h as they are read. Without fused
+// multiply-adds, so that every instruction set rounds alike.
+template <class T, bool Writes> struct Sums {
+  const T *x, *residual;
+  T *h;
+  INLINE Sums operator+(int64_t i) const { return {x + i, residual + i, h + i}; }
+};
+template <class T, bool Writes> INLINE typename Compute<T>::vector load(const Sums<T, Writes> &p) {
+  const typename Compute<T>::vector v = load(p.residual) + load(p.x);
+  if (Writes) store(p.h, v);
+  return round_as<T>(v);
+}
+template <class T, bool Writes>
+INLINE typename Compute<T>::vector load(const Sums<T, Writes> &p, int64_t k) {
+  const typename Compute<T>::vector v = load(p.residual, k) + load(p.x, k);
+  if (Writes) store(p.h, v, k);
+  return round_as<T>(v);
+}
+template <class T, bool Writes>
+INLINE void load_two(const Sums<T, Writes> &p, typename Compute<T>::vector v[2]) {
+  typename Compute<T>::vector x[2];
+  load_two(p.x, x);
+  load_two(p.residual, v);
+  for (int j = 0; j < 2; j++) v[j] = v[j] + x[j];
+  if (Writes) store_two(p.h, v);
+  // What was rounded once is read again, in less time than it is rounded in.
+  if (Writes && in_pairs<T>) return load_two(p.h, v);
+  for (int j = 0; j < 2; j++) v[j] = round_as<T>(v[j]);
+}
+
 // What dropout does with an element: 0, or a factor of 1 / (1 - p). Which of both follows from the
 // seed and the element's row and column alone, so backward finds it again.
 class Dropout {

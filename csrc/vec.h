@@ -235,6 +235,11 @@ template <class T> INLINE void load_two(const T *p, typename Compute<T>::vector 
   v[1] = load(p + lanes<T>);
 }
 
+template <class T> INLINE void store_two(T *p, const typename Compute<T>::vector v[2]) {
+  store(p, v[0]);
+  store(p + lanes<T>, v[1]);
+}
+
 // Two bf16 side by side lie in the halves of a float already. Vectors of such pairs have those at even
 // places first, those at odd ones second; `deal` brings two vectors from the order of memory into that,
 // `collect` brings them back.
@@ -260,6 +265,7 @@ INLINE void write_two(bf16 *p, const vf v[2], bool streamed) {
   const vu even = round_up_to_bf16(v[0]) >> 16, odd = round_up_to_bf16(v[1]) & 0xffff0000u;
   write((float *)p, (vf)(even | odd), streamed);
 }
+INLINE void store_two(bf16 *p, const vf v[2]) { write_two(p, v, false); }
 // The j-th of both vectors is the from(j)-th of one after the other.
 template <class From> INLINE vf choose(const vf v[2], const From &from) {
 #if defined(__clang__)
