@@ -512,6 +512,35 @@ def test_same_bits_whatever_rows_follow(dtype: torch.dtype) -> None:
         assert torch.equal(part[0], y[:rows]) and torch.equal(part[1], h[:rows])
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_beside_bad_ones(dtype: torch.dtype) -> None:
+    """Without h they stand in place of y, where the next ones are made while two are written."""
+    largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    for n in (9, 64, 130, 257, 1100):
+        x, r, w, b = leaves((11, n), dtype, grad=False)
+        far = x[0].clone()
+        far[:64] += 1000
+        bad = (
+            torch.full_like(far, torch.nan),
+            far.sign() * largest,
+            far * tiny,
+            far,
+            far * 0 + 0.1,
+        )
+        for first in range(5):
+            changed = x.clone()
+            for k, row in enumerate(bad):
+                changed[(first + 2 * k) % 11] = row
+            rest = torch.zeros_like(r) if first % 2 else r
+            y, h = add(changed, rest, w, b, 0.0)
+            alone = axisnorm.add_layer_norm(changed, rest, (n,), w, b)
+            for found in (y, alone):
+                assert torch.equal(
+                    found.nan_to_num(0.5), axisnorm.layer_norm(h, n, w, b).nan_to_num(0.5)
+                )
+
+
 # --- Gradients
 
 
