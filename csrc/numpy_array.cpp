@@ -1,9 +1,12 @@
 #include "numpy_array.h"
 
+#include <dlfcn.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <new>
 
 namespace numpy_array {
@@ -46,7 +49,8 @@ PyObject *(*new_like)(void *model, int order, PyObject *descr, int subclass);
 PyObject *(*new_from)(PyTypeObject *type, PyObject *descr, int ndim, const Py_ssize_t *sizes,
                       const Py_ssize_t *strides, void *data, int flags, PyObject *model);
 PyObject *handler;  // a capsule of the one below
-int64_t large;      // bytes from which memory is reused
+int64_t aligned;    // bytes from which a new array begins with a cache line
+int64_t large;      // bytes from which its memory is reused, too
 PyObject *dtype_of;  // numpy.dtype -> its number here, or -1
 
 // The numbers of the types that came last. Those of NumPy itself are one object each.
@@ -73,15 +77,27 @@ int find_dtype(PyObject *descr) {
   return dtype;
 }
 
-// ---- reused memory. A block begins with its size, since malloc does not say it.
+// ---- memory of new arrays. It begins with a cache line, since a store that crosses into the next one
+// takes twice as long. The block around it is malloc's, which hands out what was freed last and is in
+// the cache; glibc's aligned_alloc gave eight calls eight other blocks.
 
-constexpr size_t HEAD = 64;  // bytes, which align it, too
+struct Head {  // stands before the memory that the array sees
+  void *block;
+  size_t size;
+};
+constexpr size_t LINE = 64;
+constexpr size_t ROOM = sizeof(Head) + LINE - alignof(max_align_t);
 
-size_t &size_of(void *data) { return *(size_t *)((char *)data - HEAD); }
+Head &head_of(void *data) { return ((Head *)data)[-1]; }
+
+char *first_line(char *block) {
+  return (char *)(((uintptr_t)block + sizeof(Head) + LINE - 1) / LINE * LINE);
+}
 
 void *allocate(void *, size_t size) {
-  if (void *const kept = blocks.take(size)) return kept;
-  char *const block = (char *)aligned_alloc(HEAD, HEAD + (size + HEAD - 1) / HEAD * HEAD);
+  if ((int64_t)size >= large)
+    if (void *const kept = blocks.take(size)) return kept;
+  char *const block = (char *)malloc(ROOM + size);
   if (!block) return nullptr;
 #ifdef MADV_HUGEPAGE
   if (size >= 4 << 20) {  // as NumPy does
@@ -89,8 +105,9 @@ void *allocate(void *, size_t size) {
     madvise(page, size - 4096, MADV_HUGEPAGE);
   }
 #endif
-  size_of(block + HEAD) = size;
-  return block + HEAD;
+  char *const data = first_line(block);
+  head_of(data) = {block, size};
+  return data;
 }
 
 void *allocate_zeros(void *, size_t count, size_t size) {
@@ -99,43 +116,64 @@ void *allocate_zeros(void *, size_t count, size_t size) {
 }
 
 void *resize(void *, void *data, size_t size) {
-  char *const block = (char *)realloc((char *)data - HEAD, HEAD + size);
+  const Head old = head_of(data);
+  const size_t offset = (char *)data - (char *)old.block;
+  char *const block = (char *)realloc(old.block, ROOM + size);
   if (!block) return nullptr;
-  size_of(block + HEAD) = size;
-  return block + HEAD;
+  char *const moved = first_line(block);
+  // The head may stand where the elements are now.
+  if (moved != block + offset) memmove(moved, block + offset, std::min(old.size, size));
+  head_of(moved) = {block, size};
+  return moved;
 }
 
-void free_block(void *data) { free((char *)data - HEAD); }
+void free_block(void *data) { free(head_of(data).block); }
 
 // One that was made small by resize is for no large array, and takes more than is counted.
 void release(void *, void *data, size_t) {
-  const size_t size = size_of(data);
+  const size_t size = head_of(data).size;
   if ((int64_t)size < large) free_block(data);
   else blocks.keep(data, size);
 }
 
 Handler pool_handler = {"axisnorm", 1, nullptr, allocate, allocate_zeros, resize, release};
 
+// tracemalloc is told as NumPy tells it, which says itself what is resized or released.
+constexpr unsigned TRACED_DOMAIN = 389047;
+int (*const trace)(unsigned domain, uintptr_t address, size_t size) =
+    (decltype(trace))dlsym(RTLD_DEFAULT, "PyTraceMalloc_Track");
+
+// Those of numpy.empty_like: without gaps, the axes in the order of their strides.
+void keep_order(const Array &a, Py_ssize_t width, Py_ssize_t *strides) {
+  int order[64];  // the most axes that NumPy has
+  const auto step = [&](int axis) { return a.strides[axis] < 0 ? -a.strides[axis] : a.strides[axis]; };
+  for (int i = 0; i < a.ndim; i++) {
+    int at = i;
+    for (; at && step(order[at - 1]) < step(i); at--) order[at] = order[at - 1];
+    order[at] = i;
+  }
+  for (int i = a.ndim; i--; width *= a.sizes[order[i]]) strides[order[i]] = width;
+}
+
 // numpy.empty_like of an array of so many bytes. Null: an exception is set.
-PyObject *large_like(PyObject *model, int64_t bytes) {
+PyObject *aligned_like(PyObject *model, int64_t bytes, bool by_rows) {
   const Array &a = *(const Array *)model;
-  const bool by_rows = a.flags & C_CONTIGUOUS;
-  // NumPy orders axes. What it makes for that is not touched, and costs a few pages.
-  PyObject *other = nullptr;
-  if (!by_rows && !(a.flags & F_CONTIGUOUS) && !(other = new_like(model, KEEP_ORDER, nullptr, 0)))
-    return nullptr;
+  by_rows = by_rows || a.flags & C_CONTIGUOUS;
+  Py_ssize_t strides[64], size = 1;
+  const bool by_columns = !by_rows && a.flags & F_CONTIGUOUS, mixed = !by_rows && !by_columns;
+  for (int i = 0; mixed && i < a.ndim; i++) size *= a.sizes[i];
+  if (mixed) keep_order(a, bytes / size, strides);
   void *const data = allocate(nullptr, bytes);
-  if (!data) return Py_XDECREF(other), PyErr_NoMemory();
+  if (!data) return PyErr_NoMemory();
   Py_INCREF(a.descr);
-  PyObject *const y =
-      new_from(array_type, a.descr, a.ndim, a.sizes, other ? ((const Array *)other)->strides : nullptr,
-               data, by_rows ? WRITEABLE : WRITEABLE | F_CONTIGUOUS, nullptr);
-  Py_XDECREF(other);
+  PyObject *const y = new_from(array_type, a.descr, a.ndim, a.sizes, mixed ? strides : nullptr, data,
+                               by_columns ? WRITEABLE | F_CONTIGUOUS : WRITEABLE, nullptr);
   if (!y) return free_block(data), nullptr;
   Array &made = *(Array *)y;
   Py_INCREF(handler);
   made.handler = handler;
   made.flags |= OWNS_DATA;
+  if (trace) trace(TRACED_DOMAIN, (uintptr_t)data, bytes);
   return y;
 }
 
@@ -159,10 +197,15 @@ PyObject *connect(PyObject *, PyObject *const *args, Py_ssize_t count) {
   if (!table) return nullptr;
   const unsigned version = ((unsigned (*)())table[GET_ABI_VERSION])() >> 24;
   if (version < 1 || version > 2 || sizeof(Py_ssize_t) != sizeof(int64_t)) Py_RETURN_FALSE;
-  PyObject *least = nullptr;
-  if (!torch_door::take(args[1], {{"large", &least}, {"dtype", &dtype_of}})) return nullptr;
-  large = PyLong_AsLongLong(least);
-  Py_DECREF(least);
+  PyObject *least_aligned = nullptr, *least_large = nullptr;
+  if (!torch_door::take(args[1], {{"aligned", &least_aligned},
+                                  {"large", &least_large},
+                                  {"dtype", &dtype_of}}))
+    return nullptr;
+  aligned = PyLong_AsLongLong(least_aligned);
+  large = PyLong_AsLongLong(least_large);
+  Py_DECREF(least_aligned);
+  Py_DECREF(least_large);
   if (PyErr_Occurred()) return nullptr;
   new_like = (PyObject * (*)(void *, int, PyObject *, int)) table[NEW_LIKE_ARRAY];
   new_from = (decltype(new_from))table[NEW_FROM_DESCR];
@@ -218,7 +261,7 @@ void Blocks::keep(void *data, size_t size) {
 
 void Blocks::drop_oldest() {
   void *const data = order_.front();
-  const size_t size = size_of(data);
+  const size_t size = head_of(data).size;
   const auto found = by_size_.find(size);
   found->second.pop_front();
   if (found->second.empty()) by_size_.erase(found);
@@ -231,20 +274,23 @@ void Blocks::clear() {
   while (!order_.empty()) drop_oldest();
 }
 
-// large_array_like(array, bytes) -> numpy.empty_like(array), of so many bytes
-PyObject *large_array_like(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  if (count != 2 || !is_array(args[0])) {
-    PyErr_SetString(PyExc_TypeError, "large_array_like takes an array and its size in bytes");
+// array_like(array, bytes, by_rows) -> numpy.empty_like(array), of so many bytes, or None where like()
+// would not make it
+PyObject *array_like(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "array_like takes an array, its size in bytes and an order");
     return nullptr;
   }
   const int64_t bytes = PyLong_AsLongLong(args[1]);
-  return PyErr_Occurred() ? nullptr : large_like(args[0], bytes);
+  if (PyErr_Occurred()) return nullptr;
+  if (!is_array(args[0]) || bytes < aligned) Py_RETURN_NONE;
+  return aligned_like(args[0], bytes, args[2] == Py_True);
 }
 
 PyObject *like(PyObject *array, int64_t size, int dtype, void *&address, Strides *strides) {
   const int64_t bytes = size * axisnorm::element_size(dtype);
   PyObject *const result =
-      bytes < large ? new_like(array, KEEP_ORDER, nullptr, 0) : large_like(array, bytes);
+      bytes < aligned ? new_like(array, KEEP_ORDER, nullptr, 0) : aligned_like(array, bytes, false);
   if (!result) return nullptr;
   const Array &a = *(const Array *)result;
   address = a.data;

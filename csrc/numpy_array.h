@@ -47,6 +47,6 @@ class Blocks final : public memory::Account {
 
 extern Blocks &blocks;
 
-PyObject *large_array_like(PyObject *, PyObject *const *args, Py_ssize_t count);
+PyObject *array_like(PyObject *, PyObject *const *args, Py_ssize_t count);
 
 }  // namespace numpy_array

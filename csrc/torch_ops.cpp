@@ -624,7 +624,7 @@ PyObject *connect_ops(PyObject *, PyObject *given) {
 
 PyMethodDef methods[] = {
     {"connect_arrays", (PyCFunction)(void *)numpy_array::connect, METH_FASTCALL, nullptr},
-    {"large_array_like", (PyCFunction)(void *)numpy_array::large_array_like, METH_FASTCALL, nullptr},
+    {"array_like", (PyCFunction)(void *)numpy_array::array_like, METH_FASTCALL, nullptr},
     {"connect_schemes", (PyCFunction)connect_schemes, METH_O, nullptr},
     {"connect_ops", (PyCFunction)connect_ops, METH_O, nullptr},
     {"short_normalize", (PyCFunction)(void *)short_normalize, METH_FASTCALL, nullptr},

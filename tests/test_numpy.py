@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +230,24 @@ def test_an_unknown_numpy_has_no_short_way() -> None:
     assert not _build.native.connect_arrays(capsule(ctypes.addressof(table), None, None), {})
     x = np.ones((2, 4), np.float32)
     assert _native.short_layer_norm(x, (4,), None, None, 1e-5, None) is not None
+
+
+def test_an_unknown_numpy_goes_the_long_way() -> None:
+    """Its outputs are made by itself, large ones, too."""
+    code = """
+import ctypes, sys
+import numpy as np
+module = sys.modules.get("numpy._core._multiarray_umath") or sys.modules["numpy.core._multiarray_umath"]
+version = ctypes.CFUNCTYPE(ctypes.c_uint)(lambda: 0x03000000)
+table = (ctypes.c_void_p * 300)(ctypes.cast(version, ctypes.c_void_p).value)
+capsule = ctypes.pythonapi.PyCapsule_New
+capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+module._ARRAY_API = capsule(ctypes.addressof(table), None, None)
+import axisnorm
+for n in (8, 1024, 1 << 18):
+    y = axisnorm.layer_norm(np.arange(2 * n, dtype=np.float32).reshape(2, n), n)
+    assert abs(y.mean()) < 1e-5 and abs(y.std() - 1) < 1e-3
+    print(module.get_handler_name(y))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == 3 * ["default_allocator"], done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import _build, _route, reference
-from ._numpy_memory import empty_cache, empty_like, least
+from ._numpy_memory import ALIGNED, empty_cache, empty_like, least
 from .reference import Inputs
 from .scheme import ArgumentError, DtypeError, Scheme, Sizes, as_scheme
 
@@ -139,7 +139,7 @@ def _functions() -> Any:
 
 
 if _native:
-    _native.connect_arrays(_functions(), {"large": least, "dtype": _dtype_code})
+    _native.connect_arrays(_functions(), {"aligned": ALIGNED, "large": least, "dtype": _dtype_code})
 
 
 def is_tracing() -> bool:
@@ -403,8 +403,8 @@ def add_normalize(
     x, x_stride = _rows(inputs.x, axes)
     residual, residual_stride = _rows(np.asarray(residual), axes)
     weight, bias = _parameter(inputs.weight, x), _parameter(inputs.bias, x)
-    y = _contiguous_like(x)
-    h = _contiguous_like(x) if prenorm else None
+    y = empty_like(x, "C")
+    h = empty_like(x, "C") if prenorm else None
     rows, n = sizes.num_groups, sizes.group_size
     _native.add_forward(
         _address(x),
@@ -432,10 +432,6 @@ def add_normalize(
         _route.activation_code(activation),
     )
     return y, h
-
-
-def _contiguous_like(x: Array) -> Array:
-    return empty_like(x) if x.flags.c_contiguous else np.empty_like(x, order="C")
 
 
 def _rows(x: Array, axes: int) -> tuple[Array, int]:
