@@ -96,28 +96,37 @@ def test_negated_gradients_and_subclasses() -> None:
         assert torch.equal(dh, wanted[1]) and torch.equal(dweight, wanted[2])
 
 
-def test_running_statistics_are_read_in_every_call() -> None:
-    args = (
-        ...,
-        None,
-        None,
-        None,
-        "n c [...]; affine=c; statistics=running",
-        ...,
-        ...,
-        None,
-        ...,
-        ...,
-    )
+@pytest.mark.parametrize("given", [True, False])
+def test_running_statistics_are_read_in_every_call(given: bool) -> None:
+    mean, var = values((3,), seed=1), values((3,), seed=2).abs()
+    running = (..., ...) if given else (mean, var)
+    scheme = "n c [...]; affine=c; statistics=running"
+    args = (..., None, None, None, scheme, *running, None, ..., ...)
     norm = bound("op_forward_into", *args)
-    x, mean, var = values((2, 3, 4)), values((3,), seed=1), values((3,), seed=2).abs()
+    x = values((2, 3, 4))
     y, stats = torch.empty_like(x), torch.empty(3, 6)
-    for shift in range(3):
+    for _ in range(3):
         stats.fill_(torch.nan)
-        norm(x, mean + shift, var + shift, y, stats)
-        wanted = torch.nn.functional.batch_norm(x, mean + shift, var + shift)
-        torch.testing.assert_close(y, wanted)
+        if given:
+            mean, var = mean + 1, var + 1
+            norm(x, mean, var, y, stats)
+        else:
+            mean.add_(1)
+            norm(x, y, stats)
+        torch.testing.assert_close(y, torch.nn.functional.batch_norm(x, mean, var))
         assert not stats.any()
+
+
+def test_seeds_are_read_in_every_call() -> None:
+    args = (..., ..., None, None, ..., 0.5, text(), None, ..., None, None)
+    norm = bound("op_add_forward_into", *args)
+    x, residual = values((4, 64)), values((4, 64), seed=1)
+    y = torch.empty_like(x)
+    for number in range(3):
+        seed = torch.tensor(number)
+        wanted = torch.ops.axisnorm.add_norm_fwd(x, residual, None, None, seed, 0.5, text())
+        norm(x, residual, seed, y)
+        assert torch.equal(y, wanted[0])
 
 
 def test_it_keeps_its_arguments_and_nothing_else() -> None:
