@@ -5,7 +5,10 @@
 // normalize, which knows a scheme by its text as the operators do.
 #include "torch_ops.h"
 
+#include <stddef.h>
 #include <string.h>
+
+#include <memory>
 
 #include "arrays.h"
 #include "axes.h"
@@ -312,22 +315,71 @@ bool read_target(Call &call, PyObject *tensor, void *&place, int64_t axisnorm::A
 // such a one, for which they are compiled anew, but the gradients of their outputs may be.
 bool is_readable(PyObject *grad) { return !is_exact(grad) || is_positive(grad); }
 
-// op_forward_into(x, weight, bias, mask, scheme, running_mean, running_var, activation, y, stats or
-// None) -> None
-PyObject *op_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+// Where an argument's elements are, as a Job knows them; -1 for what is no tensor of a Job.
+#define PLACE(member) (int)offsetof(Job, member)
+
+// One of the operators that write into given tensors and take all that they need from a Job.
+struct Operator {
+  static constexpr int MOST = 13;  // arguments
+  const char *name;
+  int count;                           // of arguments
+  bool backward;                       // else forward
+  bool (*read)(Call &, PyObject *const *);  // false: something is unusual
+  PyObject **by_python;
+  int places[MOST];
+  bool is_gradient(int i) const { return places[i] == PLACE(grad) || places[i] == PLACE(grad_h); }
+};
+
+bool compute(const Operator &op, const axisnorm::Plan *plan, const Job &job, const Task &task,
+             int64_t elements) {
+  const auto of_plan = op.backward
+                           ? (void (*)(const axisnorm::Plan &, Job, Task))axisnorm::backward
+                           : (void (*)(const axisnorm::Plan &, Job, Task))axisnorm::forward;
+  const auto of_rows = op.backward ? (void (*)(const Job &))axisnorm::backward
+                                   : (void (*)(const Job &))axisnorm::forward;
+  return run([&] { plan ? of_plan(*plan, job, task) : of_rows(job); }, elements);
+}
+
+// Whether all its gradients are.
+bool are_readable(const Operator &op, PyObject *const *args) {
+  for (int i = 0; i < op.count; i++)
+    if (op.is_gradient(i) && !is_readable(args[i])) return false;
+  return true;
+}
+
+bool read_all(const Operator &op, Call &call, PyObject *const *args, Py_ssize_t count) {
+  if (count != op.count || !are_readable(op, args) || !op.read(call, args)) return false;
+  call.clear_stats();
+  return true;
+}
+
+PyObject *operate(const Operator &op, PyObject *const *args, Py_ssize_t count) {
   Call call;
-  if (count != 10 || !read_activation(args[7], call.job.activation) ||
+  if (!read_all(op, call, args, count)) return by_python(*op.by_python, args, count);
+  if (!compute(op, call.plan.get(), call.job, call.task, call.x.size)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+bool read_forward_into(Call &call, PyObject *const *args) {
+  if (!read_activation(args[7], call.job.activation) ||
       !call.read(args[0], args[1], args[2], args[3], args[5], args[6], args[4]) ||
       (call.constant(USES_RUNNING) == Py_True) != (args[5] != Py_None) ||
       !read_target(call, args[8], call.job.y, &axisnorm::Axis::y) ||
       (args[9] != Py_None && !call.read_stats(args[9])))
-    return by_python(python.forward_into, args, count);
+    return false;
   call.problem.has_running = args[5] != Py_None;
   call.problem.has_y = true;
-  if (!call.make_plan()) return by_python(python.forward_into, args, count);
-  call.clear_stats();
-  if (!run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size)) return nullptr;
-  Py_RETURN_NONE;
+  return call.make_plan();
+}
+
+// op_forward_into(x, weight, bias, mask, scheme, running_mean, running_var, activation, y, stats or
+// None) -> None
+const Operator forward_into = {
+    "op_forward_into", 10, false, read_forward_into, &python.forward_into,
+    {PLACE(x), PLACE(weight), PLACE(bias), -1, -1, -1, -1, -1, PLACE(y), PLACE(stats)}};
+
+PyObject *op_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return operate(forward_into, args, count);
 }
 
 void copy(void *to, const void *from, int64_t size, int dtype) {
@@ -485,20 +537,25 @@ bool read_gradient(PyObject *tensor, PyObject *parameter, int dtype, void *&plac
   return true;
 }
 
-// op_backward_into(grad, x, weight, bias, mask, running_mean, running_var, stats, scheme, dx, dweight or
-// None, dbias or None) -> None
-PyObject *op_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  Call call;
-  if (count != 12 || !is_readable(args[0]) || !read_backward(call, args) ||
+bool read_backward_into(Call &call, PyObject *const *args) {
+  if (!read_backward(call, args) ||
       !read_target(call, args[9], call.job.dx, &axisnorm::Axis::dx) ||
       !read_gradient(args[10], args[2], call.job.weight_dtype, call.job.dweight) ||
       !read_gradient(args[11], args[3], call.job.bias_dtype, call.job.dbias))
-    return by_python(python.backward_into, args, count);
+    return false;
   call.problem.has_dx = true;
-  if (!call.make_plan()) return by_python(python.backward_into, args, count);
-  if (!run([&] { axisnorm::backward(*call.plan, call.job, call.task); }, call.x.size))
-    return nullptr;
-  Py_RETURN_NONE;
+  return call.make_plan();
+}
+
+// op_backward_into(grad, x, weight, bias, mask, running_mean, running_var, stats, scheme, dx, dweight or
+// None, dbias or None) -> None
+const Operator backward_into = {
+    "op_backward_into", 12, true, read_backward_into, &python.backward_into,
+    {PLACE(grad), PLACE(x), PLACE(weight), PLACE(bias), -1, -1, -1, PLACE(stats), -1, PLACE(dx),
+     PLACE(dweight), PLACE(dbias)}};
+
+PyObject *op_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return operate(backward_into, args, count);
 }
 
 // Reads the arguments of op_behind: those of op_backward and an activation. False: something is
@@ -521,51 +578,249 @@ PyObject *op_behind(PyObject *, PyObject *const *args, Py_ssize_t count) {
   return behind;
 }
 
-// op_behind_into(grad, x, weight, bias, mask, running_mean, running_var, stats, scheme, activation,
-// behind) -> None
-PyObject *op_behind_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  Call call;
-  if (count != 11 || !is_readable(args[0]) || !read_behind(call, args) ||
-      !read_target(call, args[10], call.job.y, &axisnorm::Axis::y) || !call.make_plan())
-    return by_python(python.behind_into, args, count);
-  if (!run([&] { axisnorm::forward(*call.plan, call.job, call.task); }, call.x.size)) return nullptr;
-  Py_RETURN_NONE;
+bool read_behind_into(Call &call, PyObject *const *args) {
+  return read_behind(call, args) &&
+         read_target(call, args[10], call.job.y, &axisnorm::Axis::y) && call.make_plan();
 }
 
-// op_add_forward_into(x, residual, weight, bias, seed, dropout_p, scheme, activation, y, h or None,
-// stats or None) -> None
-PyObject *op_add_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  Call call;
+// op_behind_into(grad, x, weight, bias, mask, running_mean, running_var, stats, scheme, activation,
+// behind) -> None
+const Operator behind_into = {
+    "op_behind_into", 11, false, read_behind_into, &python.behind_into,
+    {PLACE(grad), PLACE(x), PLACE(weight), PLACE(bias), -1, -1, -1, PLACE(stats), -1, -1, PLACE(y)}};
+
+PyObject *op_behind_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return operate(behind_into, args, count);
+}
+
+bool read_add_forward_into(Call &call, PyObject *const *args) {
   void *x = nullptr, *residual = nullptr;
-  if (count != 11 || !read_activation(args[7], call.job.activation) ||
+  if (!read_activation(args[7], call.job.activation) ||
       !call.read(args[0], args[2], args[3], Py_None, Py_None, Py_None, args[6]) ||
       !call.read_like(args[0], x) || !call.read_like(args[1], residual) ||
       !call.set_rows(args[4], args[5]) || !call.read_like(args[8], call.job.y) ||
       !call.read_like(args[9], call.job.h) || (args[10] != Py_None && !call.read_stats(args[10])))
-    return by_python(python.add_forward_into, args, count);
+    return false;
   call.job.residual = residual;
-  if (!run([&] { axisnorm::forward(call.job); }, call.x.size)) return nullptr;
-  Py_RETURN_NONE;
+  return true;
 }
 
-// op_add_backward_into(grad, grad_h or None, h, weight, bias, seed, stats, dropout_p, scheme, dx or None,
-// dresidual, dweight or None, dbias or None) -> None
-PyObject *op_add_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
-  Call call;
+// op_add_forward_into(x, residual, weight, bias, seed, dropout_p, scheme, activation, y, h or None,
+// stats or None) -> None
+const Operator add_forward_into = {
+    "op_add_forward_into", 11, false, read_add_forward_into, &python.add_forward_into,
+    {PLACE(x), PLACE(residual), PLACE(weight), PLACE(bias), -1, -1, -1, -1, PLACE(y), PLACE(h),
+     PLACE(stats)}};
+
+PyObject *op_add_forward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return operate(add_forward_into, args, count);
+}
+
+bool read_add_backward_into(Call &call, PyObject *const *args) {
   void *h = nullptr, *grad = nullptr, *grad_h = nullptr;
-  if (count != 13 || !is_readable(args[0]) || !is_readable(args[1]) ||
-      !call.read(args[2], args[3], args[4], Py_None, Py_None, Py_None, args[8]) ||
+  if (!call.read(args[2], args[3], args[4], Py_None, Py_None, Py_None, args[8]) ||
       !call.read_like(args[2], h) || !call.read_like(args[0], grad) ||
       !call.read_like(args[1], grad_h) || !call.read_stats(args[6]) ||
       !call.set_rows(args[5], args[7]) || !call.read_like(args[9], call.job.dropped_dx) ||
       !call.read_like(args[10], call.job.dx) ||
       !read_gradient(args[11], args[3], call.job.weight_dtype, call.job.dweight) ||
       !read_gradient(args[12], args[4], call.job.bias_dtype, call.job.dbias))
-    return by_python(python.add_backward_into, args, count);
+    return false;
   call.job.grad = grad;
   call.job.grad_h = grad_h;
-  if (!run([&] { axisnorm::backward(call.job); }, call.x.size)) return nullptr;
-  Py_RETURN_NONE;
+  return true;
+}
+
+// op_add_backward_into(grad, grad_h or None, h, weight, bias, seed, stats, dropout_p, scheme, dx or None,
+// dresidual, dweight or None, dbias or None) -> None
+const Operator add_backward_into = {
+    "op_add_backward_into", 13, true, read_add_backward_into, &python.add_backward_into,
+    {PLACE(grad), PLACE(grad_h), PLACE(x), PLACE(weight), PLACE(bias), -1, PLACE(stats), -1, -1,
+     PLACE(dropped_dx), PLACE(dx), PLACE(dweight), PLACE(dbias)}};
+
+PyObject *op_add_backward_into(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  return operate(add_backward_into, args, count);
+}
+
+// ---- calls that are made again and again: one for each place in a compiled program
+
+// What a tensor is beside its elements.
+struct Kind {
+  int dtype, ndim;
+  bool contiguous;
+  int64_t shape[Strides::MOST], strides[Strides::MOST];
+
+  bool set(const dltensor &t) {
+    if (t.ndim > Strides::MOST) return false;
+    *this = {code(t), t.ndim, !t.strides, {}, {}};
+    for (int i = 0; i < ndim; i++) {
+      shape[i] = t.shape[i];
+      strides[i] = t.strides ? t.strides[i] : 0;
+    }
+    return true;
+  }
+  bool is_of(const dltensor &t) const {
+    if (t.ndim != ndim || code(t) != dtype || contiguous != !t.strides) return false;
+    bool same = true;
+    for (int i = 0; i < ndim; i++)
+      same = same && shape[i] == t.shape[i] && (contiguous || strides[i] == t.strides[i]);
+    return same;
+  }
+
+ private:
+  // Its type and its device, as one number.
+  static int code(const dltensor &t) {
+    return (int)t.dtype.code << 24 | (int)t.dtype.bits << 16 | (int)t.dtype.lanes << 8 |
+           (int)t.device.device_type;
+  }
+};
+
+// An operator with all of its arguments but some tensors. What it has read is kept, and holds for as
+// long as tensors of the same kinds come.
+class Bound {
+ public:
+  static constexpr const char *NAME = "axisnorm.bound";
+
+  // `layouts` are the sizes and strides that its tensors have, each a pair; assert_layout(tensor,
+  // sizes, strides) raises where they are others.
+  Bound(const Operator &op, PyObject *args, PyObject *layouts, PyObject *assert_layout)
+      : op_(op), args_(args), layouts_(layouts), assert_layout_(assert_layout) {
+    for (PyObject *object : {args_, layouts_, assert_layout_}) Py_INCREF(object);
+    for (int i = 0; i < op.count; i++)
+      if (PyTuple_GetItem(args, i) == Py_Ellipsis) given_[count_++] = i;
+  }
+  ~Bound() {
+    for (PyObject *object : {args_, layouts_, assert_layout_}) Py_DECREF(object);
+  }
+  int tensors() const { return count_; }
+
+  PyObject *call(PyObject *const *tensors, Py_ssize_t count) {
+    if (count != count_) {
+      PyErr_Format(PyExc_TypeError, "%s is called with %d tensors", op_.name, count_);
+      return nullptr;
+    }
+    Job job = job_;
+    if (!is_known_ || !set_places(job, tensors)) return read(tensors);
+    const std::shared_ptr<const axisnorm::Plan> plan = plan_;
+    if (!compute(op_, plan.get(), job, task_, elements_)) return nullptr;
+    Py_RETURN_NONE;
+  }
+
+ private:
+  const Operator &op_;
+  PyObject *args_, *layouts_, *assert_layout_;
+  int given_[Operator::MOST], count_ = 0;
+
+  bool is_known_ = false;
+  Kind kinds_[Operator::MOST];
+  Job job_ = {};
+  Task task_ = {};
+  std::shared_ptr<const axisnorm::Plan> plan_;
+  int64_t elements_ = 0;
+
+  // False: others than before.
+  bool set_places(Job &job, PyObject *const *tensors) const {
+    for (int k = 0; k < count_; k++) {
+      dltensor t;
+      if (!is_exact(tensors[k])) return false;
+      if (api->describe(tensors[k], &t)) return PyErr_Clear(), false;
+      if (!kinds_[k].is_of(t) || !t.data ||
+          (op_.is_gradient(given_[k]) && !is_positive(tensors[k])))
+        return false;
+      const void *place = (const char *)t.data + t.byte_offset;
+      memcpy((char *)&job + op_.places[given_[k]], &place, sizeof place);
+    }
+    return true;
+  }
+
+  // False: an exception is set. The operators in Python do not look at the sizes of everything that
+  // is saved for backward.
+  bool have_layouts(PyObject *const *tensors) const {
+    for (int k = 0; k < count_; k++) {
+      PyObject *pair = PyTuple_GetItem(layouts_, k);
+      PyObject *sizes = pair ? PyTuple_GetItem(pair, 0) : nullptr;
+      PyObject *strides = sizes ? PyTuple_GetItem(pair, 1) : nullptr;
+      PyObject *done = strides ? PyObject_CallFunctionObjArgs(assert_layout_, tensors[k], sizes,
+                                                              strides, nullptr)
+                               : nullptr;
+      Py_XDECREF(done);
+      if (!done) return false;
+    }
+    return true;
+  }
+
+  // All arguments, and how to read them the next time.
+  PyObject *read(PyObject *const *tensors) {
+    is_known_ = false;
+    if (!have_layouts(tensors)) return nullptr;
+    PyObject *all[Operator::MOST];
+    for (int i = 0, k = 0; i < op_.count; i++)
+      all[i] = k < count_ && given_[k] == i ? tensors[k++] : PyTuple_GetItem(args_, i);
+    Call call;
+    if (!read_all(op_, call, all, op_.count)) return by_python(*op_.by_python, all, op_.count);
+    keep(call, tensors);
+    if (!compute(op_, call.plan.get(), call.job, call.task, call.x.size)) return nullptr;
+    Py_RETURN_NONE;
+  }
+
+  void keep(const Call &call, PyObject *const *tensors) {
+    if (call.problem.has_running) return;  // others than the job's tensors are read, and one is cleared
+    for (int k = 0; k < count_; k++) {
+      dltensor t;
+      if (op_.places[given_[k]] < 0) return;
+      if (api->describe(tensors[k], &t)) return PyErr_Clear();
+      if (!kinds_[k].set(t)) return;
+    }
+    job_ = call.job;
+    task_ = call.task;
+    plan_ = call.plan;
+    elements_ = call.x.size;
+    is_known_ = true;
+  }
+};
+
+const Operator *const operators[] = {&forward_into, &backward_into, &behind_into, &add_forward_into,
+                                     &add_backward_into};
+
+PyObject *call_bound(PyObject *capsule, PyObject *const *args, Py_ssize_t count) {
+  auto *bound = (Bound *)PyCapsule_GetPointer(capsule, Bound::NAME);
+  return bound ? bound->call(args, count) : nullptr;
+}
+
+PyMethodDef bound_method = {"bound", (PyCFunction)(void *)call_bound, METH_FASTCALL, nullptr};
+
+// bound(name, args, layouts, assert_layout) -> a function of the tensors for which `...` stands in the
+// operator's arguments
+PyObject *bind(PyObject *, PyObject *const *args, Py_ssize_t count) {
+  if (count != 4 || !PyUnicode_Check(args[0]) || !PyTuple_Check(args[1]) ||
+      !PyTuple_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError,
+                    "bound takes an operator's name, arguments, layouts, and who asserts these");
+    return nullptr;
+  }
+  const Operator *found = nullptr;
+  for (const Operator *op : operators)
+    if (!PyUnicode_CompareWithASCIIString(args[0], op->name) && PyTuple_Size(args[1]) == op->count)
+      found = op;
+  if (!found) {
+    PyErr_Format(PyExc_ValueError, "no operator %U of %zd arguments", args[0],
+                 PyTuple_Size(args[1]));
+    return nullptr;
+  }
+  std::unique_ptr<Bound> made(new (std::nothrow) Bound(*found, args[1], args[2], args[3]));
+  if (!made) return PyErr_NoMemory();
+  if (made->tensors() != PyTuple_Size(args[2])) {
+    PyErr_SetString(PyExc_ValueError, "each tensor has a layout");
+    return nullptr;
+  }
+  PyObject *capsule = PyCapsule_New(made.get(), Bound::NAME, [](PyObject *self) {
+    delete (Bound *)PyCapsule_GetPointer(self, Bound::NAME);
+  });
+  if (!capsule) return nullptr;
+  (void)made.release();
+  PyObject *function = PyCFunction_NewEx(&bound_method, capsule, nullptr);
+  Py_DECREF(capsule);
+  return function;
 }
 
 // connect_add_ops({name: object}) -> None: what these two need, by name
@@ -638,6 +893,7 @@ PyMethodDef methods[] = {
     {"connect_add_ops", (PyCFunction)connect_add_ops, METH_O, nullptr},
     {"op_add_forward_into", (PyCFunction)(void *)op_add_forward_into, METH_FASTCALL, nullptr},
     {"op_add_backward_into", (PyCFunction)(void *)op_add_backward_into, METH_FASTCALL, nullptr},
+    {"bound", (PyCFunction)(void *)bind, METH_FASTCALL, nullptr},
     {"op_scale_into", (PyCFunction)(void *)op_scale_into, METH_FASTCALL, nullptr},
     {"op_backward_into", (PyCFunction)(void *)op_backward_into, METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};

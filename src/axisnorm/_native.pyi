@@ -1,6 +1,7 @@
 # csrc/bind.cpp, csrc/torch_door.cpp and csrc/torch_ops.cpp. Every address and shape is checked
 # before the call.
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 def address(array: Any) -> int: ...
@@ -257,6 +258,13 @@ def op_add_backward_into(
     dbias: Any,
     /,
 ) -> None: ...
+def bound(
+    name: str,
+    args: tuple[Any, ...],
+    layouts: tuple[Any, ...],
+    assert_layout: Callable[[Any, Any, Any], Any],
+    /,
+) -> Callable[..., None]: ...
 def op_scale_into(weight: Any, var: Any, eps: float, scale: Any, /) -> None: ...
 def op_forward_into(
     x: Any,

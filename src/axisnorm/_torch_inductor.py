@@ -19,8 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor import codecache, ir, lowering
+from torch._inductor.codegen import wrapper as wrapper_code
 from torch._inductor.fx_passes import joint_graph, pre_grad
 from torch._inductor.pattern_matcher import (
     CallFunctionVarArgs,
@@ -36,10 +38,10 @@ from .scheme import Scheme, as_scheme
 __all__ = ["mark_keys", "register"]
 
 _NEEDED = {
-    ir: ("FallbackKernel", "FixedLayout", "FlexibleLayout", "as_storage_and_layout",
+    ir: ("FallbackKernel", "FixedLayout", "FlexibleLayout", "IRNode", "as_storage_and_layout",
          "get_stride_order", "ir_node_to_tensor", "is_storage_and_layout"),
-    ir.FallbackKernel: ("codegen", "create", "realize_input", "require_stride_order",
-                        "tensor_to_layout"),
+    ir.FallbackKernel: ("codegen", "codegen_args", "create", "realize_input",
+                        "require_stride_order", "tensor_to_layout"),
     joint_graph: ("pass_patterns",),
     pre_grad: ("efficient_conv_bn_eval_pass",),
     lowering: ("fallback_handler", "lowerings", "register_lowering", "to_dtype"),
@@ -58,16 +60,86 @@ _CALLED: dict[Any, str] = {
 """What is called for an operator: the function of csrc/torch_ops.cpp that takes its arguments."""
 
 
+_UNBOUND = (_ops.norm_train_fwd_into.default, _ops.channel_scale_into.default)
+_READ_ANEW = ("mask", "running_mean", "running_var", "seed")
+"""What calls that keep what they have read do not take: these operators and arguments."""
+
+_ASSERT = "torch._C._dynamo.guards.assert_size_stride"
+
+_Assert = getattr(wrapper_code, "AssertSizeStrideLine", None)
+"""The step of a program that asserts of one input its sizes and strides, in 0.4 us."""
+
+
 class _Call(ir.FallbackKernel):
-    """The call of one of these operators, below the dispatcher."""
+    """The call of one of these operators, below the dispatcher.
+
+    Where the sizes are known it is bound: the program makes a function for this place, that takes
+    tensors alone, and keeps all that it has found out about them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.python_kernel_name = f"axisnorm_native.{_CALLED[self.op_overload]}"
+        self._bound = False
 
     def codegen(self, wrapper: Any) -> None:
         wrapper.add_import_once("from axisnorm import _native as axisnorm_native")
+        name, args = _CALLED[self.op_overload], self._arguments()
+        if self._is_bindable(args):
+            self._bound = True
+            tensors = [arg for arg in args if isinstance(arg, ir.IRNode)]
+            given = ["..." if isinstance(arg, ir.IRNode) else repr(arg) for arg in args]
+            layouts = tuple(map(_layout, tensors))
+            made = f"{name!r}, ({', '.join(given)}), {layouts}, {_ASSERT}"
+            made = f"axisnorm_native.bound({made})"
+            # Calls that are alike share one function. Within a program's parts names repeat.
+            alike = repr((made, [t.get_dtype() for t in tensors]))
+            self.python_kernel_name = f"axisnorm_{hashlib.sha256(alike.encode()).hexdigest()[:12]}"
+            wrapper.add_import_once(f"{self.python_kernel_name} = {made}")
+            self._put_off_asserts(wrapper)
         super().codegen(wrapper)
+
+    def codegen_args(self) -> list[str]:
+        if not self._bound:
+            return super().codegen_args()
+        return [arg.codegen_reference() for arg in self._arguments() if isinstance(arg, ir.IRNode)]
+
+    def _is_bindable(self, args: list[Any]) -> bool:
+        op: Any = self.op_overload
+        names = (argument.name for argument in op._schema.arguments)
+        return (
+            op not in _UNBOUND
+            and all(map(_is_fixed, args))
+            and not any(
+                name in _READ_ANEW and arg is not None
+                for name, arg in zip(names, args, strict=True)
+            )
+        )
+
+    def _arguments(self) -> list[Any]:
+        args, _ = self.unflatten_args(self.inputs, self.constant_args)
+        return list(args)
+
+    def _put_off_asserts(self, wrapper: Any) -> None:
+        """Leave the asserts of its inputs to the next step that reads them.
+
+        A bound call looks at its tensors itself, and asserts where they are not those of before.
+        """
+        lines = wrapper.lines
+        while _Assert is not None and lines and isinstance(lines[-1], _Assert):
+            line = lines.pop()
+            wrapper._pending_input_asserts[line.name] = (line.size, line.stride)
+
+
+def _layout(t: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, numbers)) for numbers in (t.get_size(), t.get_stride()))
+
+
+def _is_fixed(arg: Any) -> bool:
+    """Whether this argument is a tensor of known sizes and strides, or the same in every call."""
+    if not isinstance(arg, ir.IRNode):
+        return arg is None or isinstance(arg, (str, int, float))
+    return all(isinstance(n, (int, sympy.Integer)) for n in (*arg.get_size(), *arg.get_stride()))
 
 
 def _forward(
