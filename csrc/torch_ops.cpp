@@ -701,8 +701,10 @@ class Bound {
     }
     Job job = job_;
     if (!is_known_ || !set_places(job, tensors)) return read(tensors);
+    // Another thread may read others meanwhile.
     const std::shared_ptr<const axisnorm::Plan> plan = plan_;
-    if (!compute(op_, plan.get(), job, task_, elements_)) return nullptr;
+    const Task task = task_;
+    if (!compute(op_, plan.get(), job, task, elements_)) return nullptr;
     Py_RETURN_NONE;
   }
 

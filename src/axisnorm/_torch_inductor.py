@@ -125,10 +125,12 @@ class _Call(ir.FallbackKernel):
 
         A bound call looks at its tensors itself, and asserts where they are not those of before.
         """
-        lines = wrapper.lines
-        while _Assert is not None and lines and isinstance(lines[-1], _Assert):
+        lines, pending = wrapper.lines, getattr(wrapper, "_pending_input_asserts", None)
+        if _Assert is None or pending is None:
+            return
+        while lines and isinstance(lines[-1], _Assert):
             line = lines.pop()
-            wrapper._pending_input_asserts[line.name] = (line.size, line.stride)
+            pending[line.name] = (line.size, line.stride)
 
 
 def _layout(t: Any) -> tuple[tuple[int, ...], ...]:
