@@ -152,8 +152,8 @@ template <class C, class D> INLINE auto is_short(D hi, D lo) {
   const D zero = {};
   return (magnitude(hi + lo) < tiny<C>) & ((hi != zero) | (lo != zero));
 }
-// Whether the statistics of a group are no use: not finite, or without all their digits. Or those of as
-// many groups as D has lanes.
+// Whether the statistics of a group are no use: without all their digits, or not finite, which rstd is
+// where the mean is. Or those of as many groups as D has lanes.
 template <class C, class D> INLINE auto is_unsafe(D hi, D lo, D rstd) {
   return (rstd < (double)least_normal<C>) | (rstd - rstd != D{}) | is_short<C>(hi, lo);
 }
@@ -221,9 +221,9 @@ template <class T> struct SummedRows {
   }
 };
 
-template <class T, bool Center, int R, class Rows>
-INLINE void guess(const Rows &rows, int64_t n, int64_t r, Scalar<T> (&hi)[R]) {
-  for (int k = 0; k < R; k++) hi[k] = Center ? guess_mean(rows.near(r + k), n) : 0;
+template <class T, bool Center, int R>
+INLINE void guess(const Job &job, int64_t r, Scalar<T> (&hi)[R]) {
+  for (int k = 0; k < R; k++) hi[k] = Center ? guess_mean(row_of<T>(job, r + k), job.n) : 0;
 }
 
 // Rows whose guess was too far off.
@@ -521,14 +521,18 @@ template <class T, bool Center, bool Rounded, int R> struct Writer {
 template <class T> INLINE bool begin_lines(const T *rows, int64_t stride, int64_t n) {
   return n < 32 * lanes<T> || (!head_of(rows, n) && !head_of(rows + stride, n));
 }
+// Whether what follows the head of a row is written past the caches. Vectors of halves fill half a line: only
+// every other row could be, which took up to half as long again.
+template <class T> INLINE bool streams(const Job &job, const T *out, int64_t head) {
+  return job.streamed && (!head || lanes<T> * (int)sizeof(T) == VB) && can_stream(out + head);
+}
 // A row that does not begin a line. Two such rows begin at different weights.
 template <class T, bool Center, bool Rounded>
 NOINLINE void apply_one(const Job &job, const Affine &affine, int64_t r, const Moments<T, 1> &m) {
   const Writer<T, Center, Rounded, 1> writer(job, affine, r, m);
   const int64_t head = head_of(writer.y[0], job.n);
   if (head) writer.part(0, head);
-  writer.rest(head, job.singly ? 0 : job.x_stride,
-              job.streamed && can_stream(writer.y[0] + head));
+  writer.rest(head, job.singly ? 0 : job.x_stride, streams(job, writer.y[0], head));
 }
 // Not inline: its loop needs all general registers. While these rows are written, the next ones are
 // fetched: up to a fifth faster where x is in no cache. The address may lie behind the last row, which a
@@ -541,23 +545,23 @@ NOINLINE void apply(const Job &job, const Affine &affine, int64_t r, const Momen
     return;
   }
   const Writer<T, Center, Rounded, R> writer(job, affine, r, m);
-  bool streamed = job.streamed;
-  for (int k = 0; k < R; k++) streamed &= can_stream(writer.y[k]);
+  bool streamed = true;
+  for (int k = 0; k < R; k++) streamed &= streams(job, writer.y[k], 0);
   writer.rest(0, job.singly ? 0 : R * job.x_stride, streamed);
 }
 // The same, and the moments of the next rows: the one waits for memory, the other computes. m.hi is
 // a guess for those behind then, if there are more.
-template <class T, bool Center, bool Rounded, int R, class Rows>
-NOINLINE void apply_and_measure(const Job &job, const Rows &rows, const Affine &affine, int64_t r,
-                                Moments<T, R> &m, Moments<T, R> &next, bool more) {
+template <class T, bool Center, bool Rounded, int R>
+NOINLINE void apply_and_measure(const Job &job, const Affine &affine, int64_t r, Moments<T, R> &m,
+                                Moments<T, R> &next, bool more) {
   const Writer<T, Center, Rounded, R> writer(job, affine, r, m);
-  decltype(rows(r)) x[R];
-  for (int k = 0; k < R; k++) x[k] = rows(r + R + k);
+  const T *x[R];
+  for (int k = 0; k < R; k++) x[k] = row_of<T>(job, r + R + k);
   Total<Vector<T>> s[R] = {}, q[R] = {};
   add_rows<T, Center, R>(x, job.n, next.hi, s, q, [&](int64_t i) __attribute__((always_inline)) {
     writer.four(i);
   });
-  if (more) guess<T, Center, R>(rows, job.n, r + 2 * R, m.hi);
+  if (more) guess<T, Center, R>(job, r + 2 * R, m.hi);
   settle_rows<T, Center, R>(job, r + R, s, q, next);
   writer.rest(job.n & -4 * lanes<T>, 0, false);
 }
@@ -598,22 +602,21 @@ INLINE void finish_block(const Job &job, const Affine &affine, int64_t r, Moment
 
 // Blocks of R rows; the moments of the next one are taken while one is written. To the first row that
 // is left.
-template <class T, bool Center, bool Rounded, int R, class Rows>
-int64_t forward_overlapped(const Job &job, const Rows &rows, const Affine &affine, int64_t r,
-                           int64_t end) {
+template <class T, bool Center, bool Rounded, int R>
+int64_t forward_overlapped(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   const int64_t last = end - (end - r) % R - R;
   Moments<T, R> of[2];  // this block and the next one: to copy them would be to wait for them
   bool known = false;
   for (int now = 0; r <= last; r += R, now = !now) {
     Moments<T, R> &m = of[now], &next = of[!now];
     if (!known) {
-      measure<T, Center, R>(job, rows, r, m);
-      if (r < last) guess<T, Center, R>(rows, job.n, r + R, next.hi);
+      measure<T, Center, R>(job, StoredRows<T>{job}, r, m);
+      if (r < last) guess<T, Center, R>(job, r + R, next.hi);
     }
     known = r < last && !m.redo;
     if (known) {
       save(job, r, m);
-      apply_and_measure<T, Center, Rounded, R>(job, rows, affine, r, m, next, r + R < last);
+      apply_and_measure<T, Center, Rounded, R>(job, affine, r, m, next, r + R < last);
     } else {
       finish_block<T, Center, Rounded, R>(job, affine, r, m);
     }
@@ -621,17 +624,17 @@ int64_t forward_overlapped(const Job &job, const Rows &rows, const Affine &affin
   return r;
 }
 template <class T, bool Center, bool Rounded, class Rows>
-void forward_each(const Job &job, const Rows &rows, const Affine &affine, int64_t r, int64_t end) {
+void forward_blocks(const Job &job, const Rows &rows, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
-  if (job.overlapped && begin_lines((const T *)job.y, job.y_stride, job.n))
-    r = forward_overlapped<T, Center, Rounded, R>(job, rows, affine, r, end);
   for (; r + R <= end && !job.singly; r += R)
     forward_block<T, Center, Rounded, R>(job, rows, affine, r);
   for (; r < end; r++) forward_block<T, Center, Rounded, 1>(job, rows, affine, r);
 }
 template <class T, bool Center, bool Rounded>
 void forward_rows(const Job &job, const Affine &affine, int64_t r, int64_t end) {
-  forward_each<T, Center, Rounded>(job, StoredRows<T>{job}, affine, r, end);
+  if (job.overlapped && begin_lines((const T *)job.y, job.y_stride, job.n))
+    r = forward_overlapped<T, Center, Rounded, 2>(job, affine, r, end);
+  forward_blocks<T, Center, Rounded>(job, StoredRows<T>{job}, affine, r, end);
 }
 
 template <class T, bool Center, bool Rounded>
@@ -643,14 +646,13 @@ template <class T, bool Center, bool Rounded>
 void forward_sums(const Job &job, const Affine &affine, int64_t r, int64_t end) {
   constexpr int R = 2;
   Job norm = job;
-  norm.singly = 0;                        // they are in the cache
+  norm.singly = norm.overlapped = 0;      // once made, they are in the cache
   norm.streamed = job.streamed && job.h;  // in place of h, y is in the cache
   norm.x = job.h ? job.h : job.y;
   norm.x_stride = job.h ? job.h_stride : job.y_stride;
-  const T *const h = (const T *)norm.x;
-  if (!(job.dropout_p > 0) && !job.activation && begin_lines(h, norm.x_stride, job.n))
-    return forward_each<T, Center, Rounded>(norm, SummedRows<T>{job, norm}, affine, r, end);
-  norm.overlapped = 0;
+  const bool plain = !(job.dropout_p > 0) && !job.activation;
+  if (plain && begin_lines((const T *)norm.x, norm.x_stride, job.n))
+    return forward_blocks<T, Center, Rounded>(norm, SummedRows<T>{job, norm}, affine, r, end);
   const Dropout dropout(job);
   for (; r < end; r += R) {
     const int64_t stop = smaller(end, r + R);
@@ -814,20 +816,21 @@ INLINE void backward_block(const Job &job, const Affine &affine, const RowSums<T
   } else {
     i = 0;
   }
-  const auto write_part = [&](int k, int64_t i, int64_t count, V weight) __attribute__((always_inline)) {
-    store(dx[k] + i, derivative(load(g[k] + i, count), load(x[k] + i, count), weight, k), count);
+  const auto write_part = [&](int k, int64_t at, int64_t count, V weight) __attribute__((always_inline)) {
+    store(dx[k] + at, derivative(load(g[k] + at, count), load(x[k] + at, count), weight, k), count);
   };
-  const auto write_rows = [&](int64_t i, int first, int last) __attribute__((always_inline)) {
-    bool streamed = job.streamed;
-    for (int k = first; k < last; k++) streamed &= can_stream(dx[k] + i);
-    for (; i + W <= n; i += W) {
-      const V weight = load(w + (i & w_mask));
-      for (int k = first; k < last; k++)
-        write(dx[k] + i, derivative(load(g[k] + i), load(x[k] + i), weight, k), streamed);
+  const auto write_rows = [&](int64_t head, int begin, int end) __attribute__((always_inline)) {
+    bool streamed = true;
+    for (int k = begin; k < end; k++) streamed &= streams(job, dx[k], head);
+    int64_t at = head;
+    for (; at + W <= n; at += W) {
+      const V weight = load(w + (at & w_mask));
+      for (int k = begin; k < end; k++)
+        write(dx[k] + at, derivative(load(g[k] + at), load(x[k] + at), weight, k), streamed);
     }
-    if (i == n) return;
-    const V weight = load(w + (i & w_mask), n - i);
-    for (int k = first; k < last; k++) write_part(k, i, n - i, weight);
+    if (at == n) return;
+    const V weight = load(w + (at & w_mask), n - at);
+    for (int k = begin; k < end; k++) write_part(k, at, n - at, weight);
   };
   if (i < n && !begin_lines(dx[0], R > 1 ? job.dx_stride : 0, n)) {
     for (int k = 0; k < R; k++) {

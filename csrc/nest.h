@@ -235,7 +235,8 @@ template <class T, bool PerLane> struct Standardize {
 // What is read next time comes into the second cache meanwhile.
 INLINE void fetch(const void *p) { __builtin_prefetch(p, 0, 2); }
 
-// Where the vectors of a line are written.
+// Where the vectors of a line are written. With a head it is not written past the caches: the lines of memory
+// at its ends would be read before, and most such lines are short.
 template <class T> struct Output {
   T *const y;
   const bool streamed;

@@ -88,7 +88,7 @@ struct Head {  // stands before the memory that the array sees
 constexpr size_t LINE = 64;
 constexpr size_t ROOM = sizeof(Head) + LINE - alignof(max_align_t);
 
-Head &head_of(void *data) { return ((Head *)data)[-1]; }
+Head &header(void *data) { return ((Head *)data)[-1]; }
 
 char *first_line(char *block) {
   return (char *)(((uintptr_t)block + sizeof(Head) + LINE - 1) / LINE * LINE);
@@ -106,7 +106,7 @@ void *allocate(void *, size_t size) {
   }
 #endif
   char *const data = first_line(block);
-  head_of(data) = {block, size};
+  header(data) = {block, size};
   return data;
 }
 
@@ -116,22 +116,22 @@ void *allocate_zeros(void *, size_t count, size_t size) {
 }
 
 void *resize(void *, void *data, size_t size) {
-  const Head old = head_of(data);
+  const Head old = header(data);
   const size_t offset = (char *)data - (char *)old.block;
   char *const block = (char *)realloc(old.block, ROOM + size);
   if (!block) return nullptr;
   char *const moved = first_line(block);
-  // The head may stand where the elements are now.
+  // The head is written last: it may stand where the elements are now.
   if (moved != block + offset) memmove(moved, block + offset, std::min(old.size, size));
-  head_of(moved) = {block, size};
+  header(moved) = {block, size};
   return moved;
 }
 
-void free_block(void *data) { free(head_of(data).block); }
+void free_block(void *data) { free(header(data).block); }
 
 // One that was made small by resize is for no large array, and takes more than is counted.
 void release(void *, void *data, size_t) {
-  const size_t size = head_of(data).size;
+  const size_t size = header(data).size;
   if ((int64_t)size < large) free_block(data);
   else blocks.keep(data, size);
 }
@@ -155,7 +155,8 @@ void keep_order(const Array &a, Py_ssize_t width, Py_ssize_t *strides) {
   for (int i = a.ndim; i--; width *= a.sizes[order[i]]) strides[order[i]] = width;
 }
 
-// numpy.empty_like of an array of so many bytes. Null: an exception is set.
+// numpy.empty_like of an array of so many bytes; by_rows: in the order of the axes, whatever the array's.
+// Null: an exception is set.
 PyObject *aligned_like(PyObject *model, int64_t bytes, bool by_rows) {
   const Array &a = *(const Array *)model;
   by_rows = by_rows || a.flags & C_CONTIGUOUS;
@@ -261,7 +262,7 @@ void Blocks::keep(void *data, size_t size) {
 
 void Blocks::drop_oldest() {
   void *const data = order_.front();
-  const size_t size = head_of(data).size;
+  const size_t size = header(data).size;
   const auto found = by_size_.find(size);
   found->second.pop_front();
   if (found->second.empty()) by_size_.erase(found);
@@ -274,8 +275,8 @@ void Blocks::clear() {
   while (!order_.empty()) drop_oldest();
 }
 
-// array_like(array, bytes, by_rows) -> numpy.empty_like(array), of so many bytes, or None where like()
-// would not make it
+// array_like(array, bytes, by_rows) -> numpy.empty_like(array), of so many bytes, that begins with a cache
+// line; or None where NumPy is to make it
 PyObject *array_like(PyObject *, PyObject *const *args, Py_ssize_t count) {
   if (count != 3) {
     PyErr_SetString(PyExc_TypeError, "array_like takes an array, its size in bytes and an order");

@@ -16,8 +16,7 @@ template <class T> INLINE void store_part(T *p, typename Compute<T>::vector v, i
   else store(p, v, k);
 }
 
-// The elements of residual + x, in their type. Writes: they are written to h as they are read. Without fused
-// multiply-adds, so that every instruction set rounds alike.
+// The elements of residual + x, in their type. Writes: they are written to h as they are read.
 template <class T, bool Writes> struct Sums {
   const T *x, *residual;
   T *h;
@@ -34,15 +33,14 @@ INLINE typename Compute<T>::vector load(const Sums<T, Writes> &p, int64_t k) {
   if (Writes) store(p.h, v, k);
   return round_as<T>(v);
 }
-template <class T, bool Writes>
-INLINE void load_two(const Sums<T, Writes> &p, typename Compute<T>::vector v[2]) {
+template <class T> INLINE void load_two(const Sums<T, true> &p, typename Compute<T>::vector v[2]) {
   typename Compute<T>::vector x[2];
   load_two(p.x, x);
   load_two(p.residual, v);
   for (int j = 0; j < 2; j++) v[j] = v[j] + x[j];
-  if (Writes) store_two(p.h, v);
+  store_two(p.h, v);
   // What was rounded once is read again, in less time than it is rounded in.
-  if (Writes && in_pairs<T>) return load_two(p.h, v);
+  if (in_pairs<T>) return load_two(p.h, v);
   for (int j = 0; j < 2; j++) v[j] = round_as<T>(v[j]);
 }
 
