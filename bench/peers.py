@@ -45,6 +45,9 @@ TOLERANCE = 1e-4
 # own. On two cores libgomp's have used 9 ms of processor time until they sleep, onnxruntime's 35,
 # which takes longer where others use the cores too.
 PAUSE = 0.03  # seconds, at least
+# A worker that was woken may begin on its caller's core, and is moved after a few milliseconds: on
+# a virtual machine of two cores a call of 10 us took 400 until then.
+WARM = 0.01  # seconds
 
 Calls = dict[str, Call]
 """Variants of one peer; the fastest is raced."""
@@ -341,8 +344,10 @@ class Contestant:
     threads: str
 
     def timed(self, count: int) -> float:
-        """Seconds of a call in a block. The call before it wakes threads that have slept."""
-        self.call()
+        """Seconds of a call in a block. The calls before it wake threads that have slept."""
+        started = time.perf_counter()
+        while time.perf_counter() - started < WARM:
+            self.call()
         return block(self.call, count)
 
     def count(self) -> int:
