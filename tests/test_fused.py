@@ -515,7 +515,7 @@ def test_same_bits_whatever_rows_follow(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_beside_bad_ones(dtype: torch.dtype) -> None:
-    """Without h they stand in place of y, where the next ones are made while two are written."""
+    """Without h they stand in place of y, from where the slow path reads them again."""
     largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     for n in (9, 64, 130, 257, 1100):
         x, r, w, b = leaves((11, n), dtype, grad=False)
